@@ -1,0 +1,303 @@
+"""The configuration: one Struct per section of the YAML. The docstring under a field is its help text.
+
+Section and key names are those that users of PyTorch-native RL stacks know. A default is the value we would run
+ourselves. Loading, overriding and the checks across sections live in `settings.py`; this file only declares.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class Section(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Base of the sections: keyword-only, unknown keys refused."""
+
+
+class ModelConfig(Section):
+    """The policy's initial weights."""
+
+    path: str = "tiny"
+    """A local Hugging Face folder, a hub name, or `tiny`: a 0.4M-parameter Qwen3 with characters as tokens, built on
+    the spot and warmed up."""
+    attention: Literal["auto", "sdpa", "flash", "flex"] = "auto"
+    """How packed sequences attend within themselves. `auto`: flash on GPUs that have it, SDPA otherwise."""
+    chat_template: str | None = None
+    """A Jinja chat template that replaces the tokenizer's own."""
+    system_prompt: str | None = None
+    """Put before the messages of every prompt that has none."""
+
+
+class DatasetConfig(Section):
+    """Where prompts come from, for environments that read a dataset."""
+
+    path: str | None = None
+    """A hub name, a local folder, or a .jsonl, .parquet or .csv file."""
+    split: str = "train"
+    """The split to train on."""
+    streaming: bool = False
+    """Read as a stream instead of downloading first."""
+    prompt_key: str = "question"
+    """The column that holds the prompt."""
+    answer_key: str = "answer"
+    """The column that holds the reference answer."""
+    shuffle: bool = True
+    """Shuffle by the run's seed."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters through peft; off when rank is 0."""
+
+    rank: int = 0
+    """Rank of the adapters; 0 trains all weights."""
+    alpha: float = 16.0
+    """Scale of the adapters."""
+    target_modules: str = "all-linear"
+    """Which modules get adapters, as peft understands it."""
+
+
+class TrainingConfig(Section):
+    """The optimiser step."""
+
+    steps: int = 100
+    """Optimiser batches to train."""
+    batch_size: int = 32
+    """Prompts (groups) per batch, over all ranks; responses per batch are batch_size * algo.n_samples."""
+    minibatches: int = 1
+    """Optimiser steps per batch; more than one makes a proximal policy meaningful."""
+    learning_rate: float = 1e-6
+    """Peak learning rate of AdamW."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What the learning rate does after the warm-up."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises from zero."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's moment decays."""
+    adam_eps: float = 1e-8
+    """AdamW's epsilon."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this global norm; 0 never clips."""
+    seq_len: int = 2048
+    """Longest prompt plus response that is trained; longer ones are refused at start-up or dropped by name."""
+    tokens_per_micro_batch: int = 16384
+    """Packing budget of one forward pass, per rank."""
+    gradient_accumulation_steps: int | None = None
+    """Exactly this many micro-batches per minibatch instead of a token budget."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Compute type; master weights and reductions are fp32 always."""
+    sync_interval: int = 1
+    """Publish weights every this many steps."""
+    entropy_coef: float = 0.0
+    """Weight of the exact entropy bonus."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    cpu_offload: bool = False
+    """Keep parameters and optimiser state in host memory."""
+    compile: bool = False
+    """torch.compile the transformer blocks."""
+    lora: LoraConfig = msgspec.field(default_factory=LoraConfig)
+    """Low-rank adapters."""
+    warmup_sft_steps: int | None = None
+    """Supervised warm-up before RL, in steps; by default only the `tiny` model gets one."""
+
+
+class ReplayConfig(Section):
+    """The buffer between generators and trainer: what bounds staleness, order and size."""
+
+    target_lag: int = 2
+    """S: how many steps generation may run ahead of training; 0 is synchronous RL."""
+    max_lag: int | None = None
+    """M: no trained token is older than this many versions; default target_lag + 2 (target_lag 0: 0)."""
+    order: Literal["window", "fifo", "freshest", "uniform", "priority"] = "window"
+    """Which buffered groups are trained next. `window`: oldest lease first, bounded by max_lag, nothing dropped."""
+    stale: Literal["hold", "drop"] = "hold"
+    """`drop` discards groups that grew older than max_lag, under orders that cannot hold the bound."""
+    reuse: int = 1
+    """How often a group may be trained on."""
+    capacity_groups: int | None = None
+    """Groups the buffer holds before producers wait; default (target_lag + 2) * batch_size."""
+    capacity_bytes: int = 2 << 30
+    """Bytes the buffer holds before producers wait."""
+    lease_timeout_s: float = 600.0
+    """A lease not renewed by a heartbeat for this long expires, and its prompt is leased again."""
+    max_filtered: int = 200
+    """Batches' worth of consecutive filtered groups after which the run ends with an error that says so."""
+    journal: bool = True
+    """Keep groups and leases on disk so that an acknowledged insert survives a crash."""
+    bind: str = "tcp://127.0.0.1:*"
+    """Where the replay server listens; anything but loopback needs keys."""
+    keys: str | None = None
+    """Folder of CURVE keys made by `asyncrl keys new`."""
+
+
+class GenerationConfig(Section):
+    """How responses are sampled."""
+
+    engine: Literal["auto", "local", "vllm"] = "auto"
+    """`auto`: vLLM when it and a GPU are there, the local engine otherwise."""
+    max_tokens: int = 512
+    """Longest response, per completion."""
+    max_concurrency: int = 64
+    """Requests that one generator decodes at once."""
+    max_groups: int | None = None
+    """Groups that one generator works on at once; default max_concurrency / n_samples, at least 1."""
+    on_update: Literal["keep", "recompute", "drain"] = "keep"
+    """Running requests when weights arrive: keep their KV cache, recompute it, or finish first."""
+    device: str = "auto"
+    """Device of the local engine: auto, cpu, cuda, cuda:1."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the generator's weights; auto: float32 on CPU, bfloat16 on GPU."""
+    reward_workers: int = 1
+    """Processes per generator that compute rewards."""
+    reward_timeout_s: float = 30.0
+    """A reward that takes longer is stopped and its group dropped, reason `reward_timeout`."""
+    rollout_timeout_s: float = 600.0
+    """A rollout that takes longer is dropped, reason `rollout_timeout`."""
+    thinking: bool | None = None
+    """Passed to chat templates that know `enable_thinking`."""
+    vllm: dict[str, Any] = {}
+    """vLLM engine arguments by name."""
+
+
+class WeightsConfig(Section):
+    """How new weights travel to the generators."""
+
+    bucket_bytes: int = 512 << 20
+    """Size of one broadcast bucket."""
+    num_buffers: int = 2
+    """Buckets in flight at once."""
+    timeout_s: float = 120.0
+    """Bound of every stage of a sync: join, prepare, each bucket, commit."""
+    checksum: bool = True
+    """Compare a checksum per bucket before new weights serve."""
+    bind: str = "tcp://127.0.0.1:*"
+    """Where the trainer's control socket listens; anything but loopback needs keys."""
+
+
+class ServiceConfig(Section):
+    """One kind of process."""
+
+    procs: int = 1
+    """Processes per replica: ranks of the trainer, tensor-parallel workers of a generator."""
+    num_replicas: int = 1
+    """How many replicas run."""
+    with_gpus: bool | None = None
+    """Give it GPUs; default: when there are any."""
+
+
+class ServicesConfig(Section):
+    """Which processes run, and how many."""
+
+    generator: ServiceConfig = msgspec.field(default_factory=ServiceConfig)
+    """Generators."""
+    trainer: ServiceConfig = msgspec.field(default_factory=ServiceConfig)
+    """Trainer ranks (procs)."""
+    ref_model: ServiceConfig = msgspec.field(default_factory=lambda: ServiceConfig(num_replicas=0))
+    """The reference policy: beside the trainer (num_replicas 0; with_gpus false keeps it on the CPU) or on its own."""
+
+
+class ParallelismConfig(Section):
+    """How the trainer's ranks divide the model."""
+
+    tensor_parallel_degree: int = 1
+    """Ranks that share each layer."""
+    pipeline_parallel_degree: int = 1
+    """Pipeline stages; only 1 is supported."""
+    data_parallel_shard_degree: int = -1
+    """Ranks that FSDP shards over; -1: all that remain."""
+    data_parallel_replicate_degree: int = 1
+    """Replicas of the sharded model."""
+
+
+class CheckpointConfig(Section):
+    """What is kept for a resume."""
+
+    every: int = 50
+    """Steps between checkpoints; one more is written at the end. 0: only at the end."""
+    keep_last: int = 2
+    """Newest checkpoints kept."""
+    keep_every: int = 0
+    """Also keep every this-many-th checkpoint for good; 0: none."""
+    export: bool = True
+    """Write the final model as a Hugging Face folder."""
+
+
+class MetricsConfig(Section):
+    """Where figures go."""
+
+    trackers: list[str] = msgspec.field(default_factory=lambda: ["console", "jsonl"])
+    """Any of console, jsonl, wandb."""
+    samples_per_step: int = 2
+    """Episodes per step written to samples.jsonl."""
+    wandb_project: str = "asyncrl"
+    """Project name in W&B."""
+    trace: bool = True
+    """Write trace.json, which Perfetto opens."""
+
+
+class SuperviseConfig(Section):
+    """Bounds of every wait."""
+
+    start_timeout_s: float = 300.0
+    """From start to the first sign of life of a process."""
+    heartbeat_s: float = 2.0
+    """How often a process reports to the replay server."""
+    dead_after_s: float = 60.0
+    """A generator not heard from for this long has lost its leases."""
+    stall_s: float = 60.0
+    """A wait longer than this is diagnosed on the terminal."""
+    stall_limit_s: float = 1800.0
+    """A wait longer than this ends the run with that diagnosis."""
+    grace_s: float = 120.0
+    """How long a run goes on without any generator."""
+    max_restarts: int = 5
+    """Restarts of generators before the run gives up."""
+    stop_timeout_s: float = 20.0
+    """How long processes get to end cleanly before they are killed."""
+
+
+class EvalConfig(Section):
+    """Evaluation during training."""
+
+    every: int = 0
+    """Steps between evaluations; 0: none."""
+    env: str | None = None
+    """Environment to evaluate on; default: the training environment with another seed."""
+    num_prompts: int = 64
+    """Prompts per evaluation."""
+    n: int = 1
+    """Responses per prompt."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 is greedy."""
+
+
+class Config(Section):
+    """Everything a run needs; written resolved to config.yaml in the run folder, which every process reads."""
+
+    name: str = "run"
+    """Name of the run; the run folder is runs/<name> unless run_dir says otherwise."""
+    run_dir: str | None = None
+    """Folder for everything the run writes."""
+    seed: int = 0
+    """Seed of everything random."""
+    imports: list[str] = msgspec.field(default_factory=list)
+    """Modules or .py files to import in every process, for their registrations."""
+    algo: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "dapo"})
+    """The algorithm: its name and its own keys. `asyncrl algos NAME` lists them."""
+    env: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "sort_digits"})
+    """The environment: its name and its own keys. `asyncrl envs NAME` lists them."""
+    model: ModelConfig = msgspec.field(default_factory=ModelConfig)
+    dataset: DatasetConfig = msgspec.field(default_factory=DatasetConfig)
+    training: TrainingConfig = msgspec.field(default_factory=TrainingConfig)
+    replay: ReplayConfig = msgspec.field(default_factory=ReplayConfig)
+    generation: GenerationConfig = msgspec.field(default_factory=GenerationConfig)
+    weights: WeightsConfig = msgspec.field(default_factory=WeightsConfig)
+    services: ServicesConfig = msgspec.field(default_factory=ServicesConfig)
+    parallelism: ParallelismConfig = msgspec.field(default_factory=ParallelismConfig)
+    checkpoint: CheckpointConfig = msgspec.field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = msgspec.field(default_factory=MetricsConfig)
+    supervise: SuperviseConfig = msgspec.field(default_factory=SuperviseConfig)
+    eval: EvalConfig = msgspec.field(default_factory=EvalConfig)

@@ -1,0 +1,1 @@
+"""Engines and the rollout loop: prompts in, groups out."""

@@ -1,0 +1,1 @@
+"""The mathematics of the algorithms as pure functions of tensors."""

@@ -1,0 +1,1 @@
+"""The FSDP2 trainer: groups in, gradients, new weights out."""

@@ -1,0 +1,1 @@
+"""Weights from trainer to generators: a plan, a sender, a receiver."""

@@ -7,6 +7,7 @@ sampled text again. An environment never imports torch: it also runs in the repl
 
 from __future__ import annotations
 
+import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -67,6 +68,19 @@ class Env(msgspec.Struct, kw_only=True, dict=True):
         """A response that should score full marks, for `asyncrl envs check`; None when the environment knows none."""
         return None
 
+    def demonstrations(self, start: int = 0) -> Iterator[tuple[str, str]]:
+        """Yield (prompt text, response text without EOS) for a supervised warm-up: endless, deterministic.
+
+        What they teach is the environment's choice; the demo's teach the format and nothing of the task. Optional: only
+        a run with a warm-up (`training.warmup_sft_steps`) asks, and NotImplementedError then ends it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no demonstrations: set training.warmup_sft_steps to 0")
+
+
+def seeded(*key: int | str) -> random.Random:
+    """A source of randomness that depends on the key alone: the same on every machine, in any order of access."""
+    return random.Random("/".join(map(str, key)))
+
 
 def episode(completion: Completion, score: Score, **metadata: Any) -> Episode:
     """An episode of one completion: every sampled token is trained."""
@@ -88,11 +102,11 @@ def episode(completion: Completion, score: Score, **metadata: Any) -> Episode:
 class Conversation:
     """Several turns as one stream of tokens: what the policy sampled is trained, what it was shown is not.
 
-        talk = Conversation(generate, prompt.prompt)
-        reply = await talk.generate()
-        talk.observe("the tool says 42")
-        reply = await talk.generate()
-        return talk.episode(reward)
+    talk = Conversation(generate, prompt.prompt)
+    reply = await talk.generate()
+    talk.observe("the tool says 42")
+    reply = await talk.generate()
+    return talk.episode(reward)
     """
 
     def __init__(self, generate: Generate, prompt: str | list[Message]) -> None:

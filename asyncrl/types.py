@@ -159,5 +159,5 @@ class Batch:
     """log ref: the reference policy; None unless the algorithm asked for it."""
     entropy_T: Tensor | None = None
     """Exact entropy of the current policy, differentiable; None unless the algorithm asked for it."""
-    statistics: dict[str, float] = field(default_factory=dict)
-    """What `Algorithm.statistics` computed over the whole global batch."""
+    statistics: dict[str, Tensor] = field(default_factory=dict)
+    """What `Algorithm.statistics` returned, summed over the whole global batch: scalars or 1-d sums."""

@@ -6,9 +6,14 @@ ourselves. Loading, overriding and the checks across sections live in `settings.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Whole = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Section(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -49,7 +54,7 @@ class DatasetConfig(Section):
 class LoraConfig(Section):
     """Low-rank adapters through peft; off when rank is 0."""
 
-    rank: int = 0
+    rank: Whole = 0
     """Rank of the adapters; 0 trains all weights."""
     alpha: float = 16.0
     """Scale of the adapters."""
@@ -60,35 +65,35 @@ class LoraConfig(Section):
 class TrainingConfig(Section):
     """The optimiser step."""
 
-    steps: int = 100
+    steps: Count = 100
     """Optimiser batches to train."""
-    batch_size: int = 32
+    batch_size: Count = 32
     """Prompts (groups) per batch, over all ranks; responses per batch are batch_size * algo.n_samples."""
-    minibatches: int = 1
+    minibatches: Count = 1
     """Optimiser steps per batch; more than one makes a proximal policy meaningful."""
-    learning_rate: float = 1e-6
+    learning_rate: NonNegative = 1e-6
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What the learning rate does after the warm-up."""
-    warmup_steps: int = 0
+    warmup_steps: Whole = 0
     """Steps over which the learning rate rises from zero."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegative = 0.0
     """AdamW's decoupled weight decay."""
     adam_betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's moment decays."""
-    adam_eps: float = 1e-8
+    adam_eps: Positive = 1e-8
     """AdamW's epsilon."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: NonNegative = 1.0
     """Gradients are clipped to this global norm; 0 never clips."""
-    seq_len: int = 2048
+    seq_len: Count = 2048
     """Longest prompt plus response that is trained; longer ones are refused at start-up or dropped by name."""
-    tokens_per_micro_batch: int = 16384
+    tokens_per_micro_batch: Count = 16384
     """Packing budget of one forward pass, per rank."""
-    gradient_accumulation_steps: int | None = None
+    gradient_accumulation_steps: Count | None = None
     """Exactly this many micro-batches per minibatch instead of a token budget."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute type; master weights and reductions are fp32 always."""
-    sync_interval: int = 1
+    sync_interval: Count = 1
     """Publish weights every this many steps."""
     entropy_coef: float = 0.0
     """Weight of the exact entropy bonus."""
@@ -100,30 +105,30 @@ class TrainingConfig(Section):
     """torch.compile the transformer blocks."""
     lora: LoraConfig = msgspec.field(default_factory=LoraConfig)
     """Low-rank adapters."""
-    warmup_sft_steps: int | None = None
+    warmup_sft_steps: Whole | None = None
     """Supervised warm-up before RL, in steps; by default only the `tiny` model gets one."""
 
 
 class ReplayConfig(Section):
     """The buffer between generators and trainer: what bounds staleness, order and size."""
 
-    target_lag: int = 2
+    target_lag: Whole = 2
     """S: how many steps generation may run ahead of training; 0 is synchronous RL."""
-    max_lag: int | None = None
+    max_lag: Whole | None = None
     """M: no trained token is older than this many versions; default target_lag + 2 (target_lag 0: 0)."""
     order: Literal["window", "fifo", "freshest", "uniform", "priority"] = "window"
     """Which buffered groups are trained next. `window`: oldest lease first, bounded by max_lag, nothing dropped."""
     stale: Literal["hold", "drop"] = "hold"
     """`drop` discards groups that grew older than max_lag, under orders that cannot hold the bound."""
-    reuse: int = 1
+    reuse: Count = 1
     """How often a group may be trained on."""
-    capacity_groups: int | None = None
+    capacity_groups: Count | None = None
     """Groups the buffer holds before producers wait; default (target_lag + 2) * batch_size."""
-    capacity_bytes: int = 2 << 30
+    capacity_bytes: Count = 2 << 30
     """Bytes the buffer holds before producers wait."""
-    lease_timeout_s: float = 600.0
+    lease_timeout_s: Positive = 600.0
     """A lease not renewed by a heartbeat for this long expires, and its prompt is leased again."""
-    max_filtered: int = 200
+    max_filtered: Count = 200
     """Batches' worth of consecutive filtered groups after which the run ends with an error that says so."""
     journal: bool = True
     """Keep groups and leases on disk so that an acknowledged insert survives a crash."""
@@ -138,11 +143,11 @@ class GenerationConfig(Section):
 
     engine: Literal["auto", "local", "vllm"] = "auto"
     """`auto`: vLLM when it and a GPU are there, the local engine otherwise."""
-    max_tokens: int = 512
+    max_tokens: Count = 512
     """Longest response, per completion."""
-    max_concurrency: int = 64
+    max_concurrency: Count = 64
     """Requests that one generator decodes at once."""
-    max_groups: int | None = None
+    max_groups: Count | None = None
     """Groups that one generator works on at once; default max_concurrency / n_samples, at least 1."""
     on_update: Literal["keep", "recompute", "drain"] = "keep"
     """Running requests when weights arrive: keep their KV cache, recompute it, or finish first."""
@@ -150,11 +155,11 @@ class GenerationConfig(Section):
     """Device of the local engine: auto, cpu, cuda, cuda:1."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the generator's weights; auto: float32 on CPU, bfloat16 on GPU."""
-    reward_workers: int = 1
+    reward_workers: Count = 1
     """Processes per generator that compute rewards."""
-    reward_timeout_s: float = 30.0
+    reward_timeout_s: Positive = 30.0
     """A reward that takes longer is stopped and its group dropped, reason `reward_timeout`."""
-    rollout_timeout_s: float = 600.0
+    rollout_timeout_s: Positive = 600.0
     """A rollout that takes longer is dropped, reason `rollout_timeout`."""
     thinking: bool | None = None
     """Passed to chat templates that know `enable_thinking`."""
@@ -165,11 +170,11 @@ class GenerationConfig(Section):
 class WeightsConfig(Section):
     """How new weights travel to the generators."""
 
-    bucket_bytes: int = 512 << 20
+    bucket_bytes: Count = 512 << 20
     """Size of one broadcast bucket."""
-    num_buffers: int = 2
+    num_buffers: Count = 2
     """Buckets in flight at once."""
-    timeout_s: float = 120.0
+    timeout_s: Positive = 120.0
     """Bound of every stage of a sync: join, prepare, each bucket, commit."""
     checksum: bool = True
     """Compare a checksum per bucket before new weights serve."""
@@ -180,9 +185,9 @@ class WeightsConfig(Section):
 class ServiceConfig(Section):
     """One kind of process."""
 
-    procs: int = 1
+    procs: Count = 1
     """Processes per replica: ranks of the trainer, tensor-parallel workers of a generator."""
-    num_replicas: int = 1
+    num_replicas: Whole = 1
     """How many replicas run."""
     with_gpus: bool | None = None
     """Give it GPUs; default: when there are any."""
@@ -202,24 +207,24 @@ class ServicesConfig(Section):
 class ParallelismConfig(Section):
     """How the trainer's ranks divide the model."""
 
-    tensor_parallel_degree: int = 1
+    tensor_parallel_degree: Count = 1
     """Ranks that share each layer."""
-    pipeline_parallel_degree: int = 1
+    pipeline_parallel_degree: Count = 1
     """Pipeline stages; only 1 is supported."""
     data_parallel_shard_degree: int = -1
     """Ranks that FSDP shards over; -1: all that remain."""
-    data_parallel_replicate_degree: int = 1
+    data_parallel_replicate_degree: Count = 1
     """Replicas of the sharded model."""
 
 
 class CheckpointConfig(Section):
     """What is kept for a resume."""
 
-    every: int = 50
+    every: Whole = 50
     """Steps between checkpoints; one more is written at the end. 0: only at the end."""
-    keep_last: int = 2
+    keep_last: Count = 2
     """Newest checkpoints kept."""
-    keep_every: int = 0
+    keep_every: Whole = 0
     """Also keep every this-many-th checkpoint for good; 0: none."""
     export: bool = True
     """Write the final model as a Hugging Face folder."""
@@ -230,7 +235,7 @@ class MetricsConfig(Section):
 
     trackers: list[str] = msgspec.field(default_factory=lambda: ["console", "jsonl"])
     """Any of console, jsonl, wandb."""
-    samples_per_step: int = 2
+    samples_per_step: Whole = 2
     """Episodes per step written to samples.jsonl."""
     wandb_project: str = "asyncrl"
     """Project name in W&B."""
@@ -241,36 +246,36 @@ class MetricsConfig(Section):
 class SuperviseConfig(Section):
     """Bounds of every wait."""
 
-    start_timeout_s: float = 300.0
+    start_timeout_s: Positive = 300.0
     """From start to the first sign of life of a process."""
-    heartbeat_s: float = 2.0
+    heartbeat_s: Positive = 2.0
     """How often a process reports to the replay server."""
-    dead_after_s: float = 60.0
+    dead_after_s: Positive = 60.0
     """A generator not heard from for this long has lost its leases."""
-    stall_s: float = 60.0
+    stall_s: Positive = 60.0
     """A wait longer than this is diagnosed on the terminal."""
-    stall_limit_s: float = 1800.0
+    stall_limit_s: Positive = 1800.0
     """A wait longer than this ends the run with that diagnosis."""
-    grace_s: float = 120.0
+    grace_s: Positive = 120.0
     """How long a run goes on without any generator."""
-    max_restarts: int = 5
+    max_restarts: Whole = 5
     """Restarts of generators before the run gives up."""
-    stop_timeout_s: float = 20.0
+    stop_timeout_s: Positive = 20.0
     """How long processes get to end cleanly before they are killed."""
 
 
 class EvalConfig(Section):
     """Evaluation during training."""
 
-    every: int = 0
+    every: Whole = 0
     """Steps between evaluations; 0: none."""
     env: str | None = None
     """Environment to evaluate on; default: the training environment with another seed."""
-    num_prompts: int = 64
+    num_prompts: Count = 64
     """Prompts per evaluation."""
-    n: int = 1
+    n: Count = 1
     """Responses per prompt."""
-    temperature: float = 0.0
+    temperature: NonNegative = 0.0
     """Sampling temperature; 0 is greedy."""
 
 

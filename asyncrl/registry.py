@@ -44,7 +44,7 @@ class Registry:
 
     def get(self, name: str) -> type:
         """The class called `name`: registered, a built-in file of that name, an entry point, or an import path."""
-        if ":" in name and "." in name.split(":")[0] or name.endswith(".py"):
+        if (":" in name and "." in name.split(":")[0]) or name.endswith(".py"):
             return self._from_path(name)
         if name not in self._classes:
             self._load_builtin(name)
@@ -117,7 +117,8 @@ def import_user_module(target: str) -> Any:
         if name in sys.modules:
             return sys.modules[name]
         spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         spec.loader.exec_module(module)

@@ -42,7 +42,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How one completion is sampled. Temperature alone shapes the distribution: top-p and top-k would change its support."""
+    """How one completion is sampled. Only temperature shapes the distribution: top-p and top-k change its support."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -75,8 +75,8 @@ class Completion:
 class Episode:
     """One response with its reward: a prompt, then everything that followed, sampled or observed.
 
-    `token_ids`, `logprobs`, `versions` and `loss_mask` align, shape (T_i,), over what follows the prompt. Observed tokens
-    (tool output, later user turns) have `loss_mask` False, version -1 and log-probability 0.
+    `token_ids`, `logprobs`, `versions` and `loss_mask` align, shape (T_i,), over what follows the prompt. Observed
+    tokens (tool output, later user turns) have `loss_mask` False, version -1 and log-probability 0.
     """
 
     prompt_ids: np.ndarray
@@ -136,8 +136,8 @@ class Batch:
     """What a loss sees: the trained tokens of one micro-batch, packed without padding, and nothing else.
 
     Tokens that are not trained (prompts, observations, masked responses) are left out before the loss, so nothing under
-    a mask can reach an `exp`. Whole responses are kept together, in order; `sequence_T` says which token belongs to which.
-    All floating tensors are fp32.
+    a mask can reach an `exp`. Whole responses are kept together, in order; `sequence_T` says which token belongs to
+    which. All floating tensors are fp32.
     """
 
     behaviour_T: Tensor

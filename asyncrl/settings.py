@@ -1,0 +1,164 @@
+"""From a file and a command line to a run: load, resolve, check, and read back in every process.
+
+    config = load(path, overrides)     YAML or TOML plus dotted overrides -> Config
+    run = resolve(config)              defaults filled in, algorithm and environment built -> Run
+    check(run)                         what cannot work is refused, in one line with the remedy (checks.py)
+    save(run); load_run(run.dir)       the hand-off to the other processes
+
+Every complaint is a ValueError of one line that names the key; the command line turns it into exit code 2.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from asyncrl import keys
+from asyncrl.algorithm import Algorithm
+from asyncrl.checks import check
+from asyncrl.config import Config
+from asyncrl.demo import TINY
+from asyncrl.env import Env
+from asyncrl.registry import ALGOS, ENVS, Registry, import_user_module
+
+__all__ = ["Run", "check", "load", "load_run", "resolve", "save"]
+
+_SHAPING = {"top_p", "top_k", "min_p"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A resolved configuration with its algorithm and environment built."""
+
+    config: Config
+    algo: Algorithm
+    env: Env
+
+    @property
+    def dir(self) -> Path:
+        """The run folder."""
+        assert self.config.run_dir is not None, "resolve() sets it"
+        return Path(self.config.run_dir)
+
+
+def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
+    """A file (or nothing) with dotted overrides on top -> Config. Overrides may be text; fields give the type."""
+    tree = _named(_read(Path(path)) if path is not None else {})
+    for key, value in (overrides or {}).items():
+        _refuse_shaping(key)
+        keys.put(tree, key, value)
+    model = tree.get("model", {})
+    if not isinstance(model, Mapping) or model.get("path", "tiny") == "tiny":
+        tree = keys.merge(TINY, tree)
+    return keys.convert(tree, Config)
+
+
+def resolve(config: Config) -> Run:
+    """Fill in what depends on other keys, and build the algorithm and the environment. Idempotent."""
+    for target in config.imports:
+        import_user_module(target)
+    algo_cls, env_cls = _cls(ALGOS, config.algo, Algorithm), _cls(ENVS, config.env, Env)
+    algo = _build(algo_cls, config.algo, section="algo")
+    env = _build(env_cls, {"seed": config.seed, **config.env}, section="env")
+    replay, generation = config.replay, config.generation
+    lag = replay.target_lag
+    max_lag = replay.max_lag if replay.max_lag is not None else (lag + 2 if lag else 0)
+    capacity = replay.capacity_groups
+    capacity = capacity if capacity is not None else (lag + 2) * config.training.batch_size
+    groups = generation.max_groups
+    groups = groups if groups is not None else max(1, generation.max_concurrency // max(1, algo.n_samples))
+    warmup = config.training.warmup_sft_steps
+    resolved = msgspec.structs.replace(
+        config,
+        run_dir=config.run_dir if config.run_dir is not None else str(_free_dir(Path("runs") / config.name)),
+        algo={"name": config.algo["name"], **msgspec.to_builtins(algo)},
+        env={"name": config.env["name"], **msgspec.to_builtins(env)},
+        replay=msgspec.structs.replace(replay, max_lag=max_lag, capacity_groups=capacity),
+        generation=msgspec.structs.replace(generation, max_groups=groups),
+        training=msgspec.structs.replace(config.training, warmup_sft_steps=warmup if warmup is not None else 0),
+    )
+    return Run(config=resolved, algo=algo, env=env)
+
+
+def save(run: Run) -> None:
+    """Write config.yaml into the run folder, whole or not at all."""
+    run.dir.mkdir(parents=True, exist_ok=True)
+    temporary = run.dir / "config.yaml.part"
+    temporary.write_text(dump(run))
+    os.replace(temporary, run.dir / "config.yaml")
+
+
+def dump(run: Run) -> str:
+    """The resolved configuration as YAML."""
+    return yaml.safe_dump(msgspec.to_builtins(run.config), sort_keys=False)
+
+
+def load_run(run_dir: str | Path) -> Run:
+    """Read back what `save` wrote: same classes, same fields, in any process."""
+    path = Path(run_dir) / "config.yaml"
+    if not path.exists():
+        raise ValueError(f"{run_dir} is not a run folder: it has no config.yaml")
+    config = keys.convert(_named(_read(path)), Config)
+    return resolve(msgspec.structs.replace(config, run_dir=str(run_dir)))
+
+
+def _read(path: Path) -> keys.Tree:
+    """A YAML or TOML file as a tree."""
+    if not path.exists():
+        raise ValueError(f"there is no configuration file {path}")
+    try:
+        tree = tomllib.loads(path.read_text()) if path.suffix == ".toml" else yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    if tree is not None and not isinstance(tree, dict):
+        raise ValueError(f"{path} must be a mapping of sections, got {type(tree).__name__}")
+    return tree or {}
+
+
+def _named(tree: keys.Tree) -> keys.Tree:
+    """`algo: dapo` means `algo: {name: dapo}`; so for env."""
+    for section in ("algo", "env"):
+        if isinstance(tree.get(section), str):
+            tree[section] = {"name": tree[section]}
+        value = tree.setdefault(section, {})
+        if not isinstance(value, dict):
+            raise ValueError(f"{section} must be a name or a mapping with a name, got {value!r}")
+        value.setdefault("name", {"algo": "dapo", "env": "sort_digits"}[section])
+    return tree
+
+
+def _cls(registry: Registry, section: Mapping[str, Any], base: type) -> type:
+    found = registry.get(str(section["name"]))
+    if not issubclass(found, base):
+        raise ValueError(f"{registry.kind} {section['name']!r} must subclass asyncrl.{base.__name__}")
+    return found
+
+
+def _build(cls: type, values: Mapping[str, Any], *, section: str) -> Any:
+    """The Struct of a section from its own keys; the name itself is the registry's."""
+    own = {k: v for k, v in values.items() if k != "name"}
+    return keys.convert(own, cls, section=section)
+
+
+def _free_dir(wanted: Path) -> Path:
+    """`wanted`, or with -2, -3, ... when a run is already there: no run overwrites another."""
+    number, path = 1, wanted
+    while (path / "config.yaml").exists():
+        number += 1
+        path = wanted.with_name(f"{wanted.name}-{number}")
+    return path
+
+
+def _refuse_shaping(path: str) -> None:
+    if path.replace("-", "_").rsplit(".", 1)[-1] in _SHAPING:
+        raise ValueError(
+            f"{path}: top-p, top-k and min-p change the support of the sampling distribution, which no loss here "
+            "corrects; sample with algo.temperature alone"
+        )

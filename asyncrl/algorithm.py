@@ -191,3 +191,16 @@ class Algorithm(msgspec.Struct, kw_only=True):
         if self.ess_lr is None:
             return 1.0
         return min(1.0, max(metrics["ratio/ess_sequence"], 0.0) / self.ess_lr) ** 0.5
+
+
+def as_algorithm(cls: type) -> type[Algorithm]:
+    """What the registry found -> an Algorithm class; an `nn.Module` loss becomes one. Else ValueError."""
+    if issubclass(cls, Algorithm):
+        return cls
+    from torch import nn  # only a user's own loss module is worth importing torch for
+
+    if issubclass(cls, nn.Module):
+        from asyncrl.losses.modules import module_algorithm
+
+        return module_algorithm(cls)
+    raise ValueError(f"an algorithm is an Algorithm or an nn.Module class, got {cls.__module__}.{cls.__name__}")

@@ -217,6 +217,7 @@ _AT_LEAST = {
     "divergence": 0.0,
     "moment_budget": 0.0,
     "correction_cap": 1.0,
+    "correction_low": 0.0,
     "correction_high": 1.0,
     "opsm_divergence": 0.0,
     "age_tightening": 0.0,
@@ -224,7 +225,7 @@ _AT_LEAST = {
     "overlong_buffer": 0,
     "overlong_penalty": 0.0,
 }
-_ABOVE_ZERO = ("temperature", "tau_positive", "tau_negative", "eta", "ess_lr", "correction_low")
+_ABOVE_ZERO = ("temperature", "tau_positive", "tau_negative", "eta", "ess_lr")
 
 
 def _ranges(algo: Algorithm) -> Iterator[str]:

@@ -79,5 +79,6 @@ WEIGHTS = frozenset({"token_tis", "sequence_tis", "icepop"})
 
 def _inside(log_value: Tensor, tightness: Tensor, low: float, high: float) -> Tensor:
     """1 where low^tightness <= exp(log_value) <= high^tightness, else 0."""
-    above = log_value >= math.log(low) * tightness
+    floor = math.log(low) if low > 0 else -math.inf
+    above = log_value >= floor * tightness
     return (above & (log_value <= math.log(high) * tightness)).to(log_value.dtype)

@@ -7,9 +7,11 @@ sampled text again. An environment never imports torch: it also runs in the repl
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, SupportsFloat
 
 import msgspec
 import numpy as np
@@ -17,7 +19,13 @@ import numpy as np
 from asyncrl.types import NOT_SAMPLED, Completion, Episode, FinishReason, Message, Prompt
 
 Score = float | dict[str, float]
-"""A reward, or named rewards whose sum it is."""
+"""A reward, or named rewards whose sum it is. Each name is logged as reward/<name>."""
+
+FULL_MARKS = 1.0
+"""What a reference response scores, unless the class says otherwise."""
+
+EVALUATION_SEED = 1_000_003
+"""Added to the seed for evaluation: far from any seed that a sweep of runs would train on."""
 
 
 class Generate(Protocol):
@@ -33,7 +41,11 @@ class Generate(Protocol):
         ...
 
     def encode(self, prompt: str | list[Message]) -> list[int]:
-        """Token ids of a prompt: messages through the model's chat template, text as it is."""
+        """Token ids of a prompt: messages through the model's chat template, text as it is (`Chat.encode`)."""
+        ...
+
+    def encode_turn(self, messages: list[Message], *, after: int | None) -> list[int]:
+        """Token ids between a reply, whose last sampled token is `after`, and the next one (`Chat.turn`)."""
         ...
 
     async def score(self, text: str, prompt: Prompt) -> Score:
@@ -43,6 +55,9 @@ class Generate(Protocol):
 
 class Env(msgspec.Struct, kw_only=True, dict=True):
     """Base of every environment. Fields are configuration; anything computed goes in a `functools.cached_property`."""
+
+    full_marks: ClassVar[float] = FULL_MARKS
+    """The reward that `reference` responses must reach in `asyncrl envs check`."""
 
     seed: int = 0
     """Order and content of the prompts."""
@@ -61,12 +76,29 @@ class Env(msgspec.Struct, kw_only=True, dict=True):
         return episode(completion, await generate.score(completion.text, prompt))
 
     def score_group(self, episodes: list[Episode], prompt: Prompt) -> list[Episode]:
-        """Adjust rewards with all siblings in view (ranking, diversity). The default changes nothing."""
+        """Adjust rewards with all siblings in view (ranking, diversity): `reward` and `rewards` of each, in order.
+
+        Runs in the generator when all siblings are there, so it must be quick. The default changes nothing.
+        """
         return episodes
 
-    def reference(self, prompt: Prompt) -> str | None:
-        """A response that should score full marks, for `asyncrl envs check`; None when the environment knows none."""
+    def reference(self, prompt: Prompt) -> str | list[str] | None:
+        """A response that scores full marks, or one reply per turn; None when the environment knows none.
+
+        `asyncrl envs check` plays it against the environment, so a reward that its own answers fail is found at once.
+        """
         return None
+
+    def check(self) -> None:
+        """Called once at start-up, before any process: raise ValueError, in one line, for what cannot work.
+
+        The default makes the first prompt, so that a missing file, column or library is reported there.
+        """
+        next(iter(self.prompts()), None)
+
+    def evaluation(self) -> Env:
+        """The environment that measures progress on this one: by default the same with another seed."""
+        return msgspec.structs.replace(self, seed=self.seed + EVALUATION_SEED)
 
     def demonstrations(self, start: int = 0) -> Iterator[tuple[str, str]]:
         """Yield (prompt text, response text without EOS) for a supervised warm-up: endless, deterministic.
@@ -82,17 +114,40 @@ def seeded(*key: int | str) -> random.Random:
     return random.Random("/".join(map(str, key)))
 
 
+def checked(score: Any) -> Score:
+    """A score that can be trained on: a finite number, or a dict of them. Anything else raises ValueError."""
+    if isinstance(score, dict):
+        if not score:
+            raise ValueError("a reward must be a number or named numbers, got an empty dict")
+        return {str(name): _finite(value, f"reward {name!r}") for name, value in score.items()}
+    return _finite(score, "a reward")
+
+
+def _finite(value: Any, what: str) -> float:
+    if isinstance(value, str) or not isinstance(value, SupportsFloat):
+        raise ValueError(f"{what} must be a number, got {type(value).__name__} {value!r}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{what} must be finite, got {number}")
+    return number
+
+
+def total(score: Score) -> float:
+    """The one number of a score: the sum of its parts."""
+    return float(sum(score.values())) if isinstance(score, dict) else float(score)
+
+
 def episode(completion: Completion, score: Score, **metadata: Any) -> Episode:
-    """An episode of one completion: every sampled token is trained."""
-    named = score if isinstance(score, dict) else {}
+    """An episode of one completion: every sampled token is trained. Raises ValueError for a score that is no number."""
+    score = checked(score)
     return Episode(
         prompt_ids=completion.prompt_ids,
         token_ids=completion.token_ids,
         logprobs=completion.logprobs,
         versions=completion.versions,
         loss_mask=np.ones(len(completion.token_ids), dtype=bool),
-        reward=float(sum(named.values())) if named else float(score),  # type: ignore[arg-type]
-        rewards=dict(named),
+        reward=total(score),
+        rewards=dict(score) if isinstance(score, dict) else {},
         finish_reason=completion.finish_reason,
         text=completion.text,
         metadata={**completion.metadata, **metadata},
@@ -104,55 +159,90 @@ class Conversation:
 
     talk = Conversation(generate, prompt.prompt)
     reply = await talk.generate()
-    talk.observe("the tool says 42")
+    talk.reply("the tool says 42", role="tool")
     reply = await talk.generate()
     return talk.episode(reward)
+
+    Sampled ids are kept as they are: no text is encoded twice, and an earlier turn is never rendered again (so a
+    template that hides the thinking of earlier turns does not act; the policy sees what it wrote).
     """
 
     def __init__(self, generate: Generate, prompt: str | list[Message]) -> None:
         self._generate = generate
         self._prompt_ids = list(generate.encode(prompt))
-        self._parts: list[tuple[np.ndarray, np.ndarray, np.ndarray, bool]] = []
-        self._texts: list[str] = []
+        self._chat = not isinstance(prompt, str)
+        self._parts: list[Part] = []
         self._finish: FinishReason = "stop"
 
     @property
     def token_ids(self) -> list[int]:
         """Everything so far, prompt included: what the next completion is conditioned on."""
-        return self._prompt_ids + [int(t) for ids, *_ in self._parts for t in ids]
+        return self._prompt_ids + [int(t) for part in self._parts for t in part.token_ids]
+
+    @property
+    def truncated(self) -> bool:
+        """The last reply hit its limit of tokens or was aborted: there is nothing sensible to answer it with."""
+        return self._finish != "stop"
 
     async def generate(self, *, max_tokens: int | None = None, stop: Sequence[int] = ()) -> Completion:
         """Sample the next turn and append its tokens."""
         completion = await self._generate(self.token_ids, max_tokens=max_tokens, stop=stop)
-        self._parts.append((completion.token_ids, completion.logprobs, completion.versions, True))
-        self._texts.append(completion.text)
+        self._parts.append(
+            Part(completion.token_ids, completion.logprobs, completion.versions, trained=True, text=completion.text)
+        )
         self._finish = completion.finish_reason
         return completion
 
+    def reply(self, content: str, *, role: str = "user") -> None:
+        """Answer the last turn: a message by the chat template, or plain text when the prompt was plain text."""
+        if not self._chat:
+            self.observe(content)
+            return
+        last = self._parts[-1].token_ids if self._parts else []
+        after = int(last[-1]) if len(last) else None
+        self.observe_ids(self._generate.encode_turn([{"role": role, "content": content}], after=after), text=content)
+
     def observe(self, text: str) -> None:
         """Append text that the policy is shown and not trained on. It is encoded here, once, on its own."""
-        self.observe_ids(self._generate.tokenizer.encode(text, add_special_tokens=False))
-        self._texts.append(text)
+        self.observe_ids(self._generate.tokenizer.encode(text, add_special_tokens=False), text=text)
 
-    def observe_ids(self, token_ids: Sequence[int]) -> None:
+    def observe_ids(self, token_ids: Sequence[int], *, text: str = "") -> None:
         """Append tokens that the policy is shown and not trained on."""
         ids = np.asarray(token_ids, dtype=np.int32)
         zeros, none = np.zeros(len(ids), np.float32), np.full(len(ids), NOT_SAMPLED, np.int32)
-        self._parts.append((ids, zeros, none, False))
+        self._parts.append(Part(ids, zeros, none, trained=False, text=text))
 
     def episode(self, score: Score, **metadata: Any) -> Episode:
-        """The whole conversation as one episode."""
+        """The whole conversation as one episode, up to the last reply: observations after it are left out."""
+        parts = list(self._parts)
+        while parts and not parts[-1].trained:
+            parts.pop()
         whole = Completion(
             prompt_ids=np.asarray(self._prompt_ids, np.int32),
-            token_ids=np.concatenate([p[0] for p in self._parts] or [np.zeros(0, np.int32)]),
-            logprobs=np.concatenate([p[1] for p in self._parts] or [np.zeros(0, np.float32)]),
-            versions=np.concatenate([p[2] for p in self._parts] or [np.zeros(0, np.int32)]),
+            token_ids=_joined([p.token_ids for p in parts], np.int32),
+            logprobs=_joined([p.logprobs for p in parts], np.float32),
+            versions=_joined([p.versions for p in parts], np.int32),
             finish_reason=self._finish,
-            text="".join(self._texts),
+            text="".join(p.text if p.trained else f"\n[{p.text}]\n" for p in parts),
         )
-        result = episode(whole, score, **metadata)
-        result.loss_mask = np.concatenate([np.full(len(p[0]), p[3]) for p in self._parts] or [np.zeros(0, bool)])
+        result = episode(whole, score, turns=sum(p.trained for p in parts), **metadata)
+        result.loss_mask = _joined([np.full(len(p.token_ids), p.trained) for p in parts], bool)
         return result
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A run of tokens of a conversation that was either sampled or observed. Arrays align, shape (T,)."""
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    trained: bool
+    text: str
+
+
+def _joined(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
+    return np.concatenate(arrays).astype(dtype) if arrays else np.zeros(0, dtype)
 
 
 RewardFunction = Callable[[str, str, Any], float | Awaitable[float]]

@@ -7,6 +7,7 @@ What only one algorithm knows (corrections, its own keys) is refused by that alg
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -20,11 +21,9 @@ def check(run: Run) -> None:
     """Raise ValueError for the first thing in `run` that cannot work."""
     for refuse in (_lag, _capacity, _batch, _lengths, _proximal, _processes, _sampling, _addresses, _trackers):
         refuse(run)
-    run.algo.check(training=run.config.training, replay=run.config.replay)
-    try:
-        run.env.check()
-    except NotImplementedError as error:
-        raise ValueError(str(error)) from None
+    own: Callable[..., None] | None = getattr(run.algo, "check", None)  # optional in the protocol
+    if own is not None:
+        own(training=run.config.training, replay=run.config.replay)
 
 
 def _lag(run: Run) -> None:
@@ -41,10 +40,17 @@ def _lag(run: Run) -> None:
             f"wait for a version that is never published; raise replay.target_lag to {training.sync_interval - 1} or "
             "publish more often"
         )
-    assert replay.max_lag is not None, "resolve() sets it"
-    if replay.max_lag < lag:
+    if replay.reuse + training.sync_interval > lag + 2:
         raise ValueError(
-            f"replay.max_lag {replay.max_lag} is below replay.target_lag {lag}; raise max_lag to at least {lag}"
+            f"replay.reuse {replay.reuse} with training.sync_interval {training.sync_interval} would deadlock: they "
+            f"need replay.target_lag {replay.reuse + training.sync_interval - 2}, got {lag}"
+        )
+    assert replay.max_lag is not None, "resolve() sets it"
+    least = lag + replay.reuse - -(-replay.reuse // max(1, training.batch_size))  # proved in replay/limiter.py
+    if replay.max_lag < least:
+        raise ValueError(
+            f"replay.max_lag {replay.max_lag} cannot be held with target_lag {lag} and reuse {replay.reuse}; "
+            f"raise max_lag to at least {least}"
         )
 
 

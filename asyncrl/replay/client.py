@@ -1,0 +1,348 @@
+"""The replay server's clients: `ReplayClient` blocks (trainer, launcher), `AsyncReplayClient` is asyncio (generators).
+
+One client per process and thread. A request is sent once; while its reply is missing, a small `Again` asks after it,
+and the server answers with the reply, with why it has to wait, or with `Resend` when it does not know the request (it
+was restarted, or the connection broke). So nothing is lost, nothing is done twice, and a payload is never queued
+twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Sequence
+from math import inf, nan
+from secrets import token_hex
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import zmq
+import zmq.asyncio
+
+from asyncrl.replay import messages, wire
+from asyncrl.replay.keys import CurveKeys
+from asyncrl.replay.messages import Lease, Welcome
+from asyncrl.types import Group
+
+ASK_AGAIN_S = 1.0
+"""A missing reply is asked after this often."""
+SILENCE_S = 120.0
+"""Without a sign of life from the server for this long, a request fails."""
+CONNECT_S = 0.05
+"""Until a connection is there, sending is tried this often."""
+M = TypeVar("M")
+S = TypeVar("S", bound=zmq.Socket)
+
+
+class TakeTimeout(TimeoutError):
+    """No batch within the time; the message says who could have ended the wait."""
+
+
+class ServerSilent(TimeoutError):
+    """The replay server has not been heard from for SILENCE_S."""
+
+
+class Taken(NamedTuple):
+    """One batch: `groups` in the order of their prompts; none when the data has ended."""
+
+    groups: list[Group]
+    metrics: dict[str, float]
+
+
+class Session:
+    """Numbers the requests of one incarnation. Pure."""
+
+    def __init__(self, role: str, index: int) -> None:
+        self.role, self.index = role, index
+        self.incarnation = token_hex(8)
+        self.next_seq = 0
+        self.open: set[int] = set()
+        """Requests whose reply is still wanted."""
+
+    def begin(self) -> int:
+        seq, self.next_seq = self.next_seq, self.next_seq + 1
+        self.open.add(seq)
+        return seq
+
+    def pack(self, seq: int, body: messages.Request, payload: Sequence[wire.Frame] = ()) -> list[wire.Frame]:
+        acked = min(self.open, default=self.next_seq)
+        return wire.pack_message(wire.Envelope(self.incarnation, seq, acked, self.role, self.index, body), payload)
+
+
+class Exchange:
+    """One request until its reply: what to send next, and when to give up. Pure, shared by both clients.
+
+    The request is packed once: if it has to be sent again, it still says what was true when it was made.
+    """
+
+    def __init__(
+        self, session: Session, body: messages.Request, payload: Sequence[wire.Frame], timeout_s: float
+    ) -> None:
+        self._session, self.seq = session, session.begin()
+        self._timeout = TakeTimeout if isinstance(body, messages.Take) else TimeoutError
+        self._request = session.pack(self.seq, body, payload)
+        self._start = self._heard = time.monotonic()
+        self._timeout_s, self._why = timeout_s, "the replay server has not answered at all"
+        self.outgoing: list[wire.Frame] | None = self._request
+        """To be sent as soon as the socket takes it."""
+
+    def wait_s(self) -> float:
+        """How long to wait for a reply now. Raises TakeTimeout, TimeoutError or ServerSilent when it was enough."""
+        now = time.monotonic()
+        left = self._start + self._timeout_s - now
+        if left <= 0:
+            raise self._timeout(self._why)
+        if now - self._heard >= SILENCE_S:
+            raise ServerSilent(f"the replay server has not been heard from for {now - self._heard:.0f} s")
+        return min(ASK_AGAIN_S if self.outgoing is None else CONNECT_S, left)
+
+    def nothing_came(self) -> None:
+        if self.outgoing is None:
+            self.outgoing = self._session.pack(self.seq, messages.Again())
+
+    def hear(self, reply: messages.Reply) -> messages.Reply | None:
+        """The final reply, or None when there is more to wait for. Raises when it was refused."""
+        self._heard = time.monotonic()
+        match reply:
+            case messages.Parked(diagnosis=why):
+                self._why = why
+                return None
+            case messages.Resend():
+                self.outgoing = self._request
+                return None
+            case messages.Refused(message=message, fatal=fatal):
+                raise RuntimeError(message) if fatal else ValueError(message)
+        return reply
+
+    def end(self) -> None:
+        """Called however the exchange ended: the server may forget it."""
+        self._session.open.discard(self.seq)
+
+
+class ReplayClient:
+    """Blocking client. Not for use by several threads: each makes its own."""
+
+    def __init__(self, address: str, *, role: str, index: int = 0, curve: CurveKeys | None = None) -> None:
+        self.address, self._session = address, Session(role, index)
+        self._context = zmq.Context()
+        self._socket = _connect(self._context, address, curve)
+        self._hello = messages.Hello(pid=os.getpid(), host=socket.gethostname())
+        self._greeted = False
+
+    def hello(self) -> Welcome:
+        """Say who this is; done before the first request by itself."""
+        self._greeted = True
+        return self._call(self._hello, Welcome)
+
+    def take(self, *, step: int, num_groups: int, version: int, timeout_s: float) -> Taken:
+        """The groups of `step`, to be trained at `version`. Idempotent in `step`. Raises TakeTimeout(diagnosis)."""
+        body = messages.Take(step=step, num_groups=num_groups, version=version)
+        reply, payload = self._exchange(body, messages.Taken, timeout_s=timeout_s)
+        size = wire.FRAMES_PER_GROUP
+        groups = [wire.unpack_group(payload[i * size : (i + 1) * size]) for i in range(reply.num_groups)]
+        for group in groups:
+            _clip_versions(group, version)
+        return Taken(groups, reply.metrics)
+
+    def publish(self, *, version: int, step: int) -> None:
+        """`version`, made by training `step`, is live on the generators."""
+        self._call(messages.Publish(version=version, step=step), messages.Done)
+
+    def rewind(self, *, step: int, version: int) -> None:
+        """This trainer resumes from the checkpoint of `step`: what was consumed after it is available again."""
+        self._call(messages.Rewind(step=step, version=version), messages.Done)
+
+    def forget(self, *, step: int) -> None:
+        """No checkpoint older than `step` is kept: what was consumed up to it can leave the disk."""
+        self._call(messages.Forget(step=step), messages.Done)
+
+    def announce(self, key: str, value: str) -> None:
+        """Make an address known to whoever looks `key` up."""
+        self._call(messages.Announce(key=key, value=value), messages.Done)
+
+    def lookup(self, key: str, timeout_s: float) -> str:
+        """The announced value; waits until there is one. Raises TimeoutError."""
+        return self._exchange(messages.Lookup(key=key), messages.Value, timeout_s=timeout_s)[0].value
+
+    def finish(self, reason: str) -> None:
+        """No more leases: generators are told to end."""
+        self._call(messages.Finish(reason=reason), messages.Done)
+
+    def status(self, timeout_s: float = SILENCE_S) -> dict[str, Any]:
+        """Ledger, processes, who waits for what and why."""
+        return self._exchange(messages.Status(), messages.Report, timeout_s=timeout_s)[0].status
+
+    def close(self) -> None:
+        """Close the socket at once."""
+        self._socket.close(linger=200)
+        self._context.term()
+
+    def _call(self, body: messages.Request, expected: type[M]) -> M:
+        return self._exchange(body, expected, timeout_s=inf)[0]
+
+    def _exchange(self, body: messages.Request, expected: type[M], *, timeout_s: float) -> tuple[M, list[wire.Frame]]:
+        """Waits for the reply to one request; unblocked by it, by `timeout_s`, or by SILENCE_S without the server."""
+        if not self._greeted:
+            self.hello()
+        exchange = Exchange(self._session, body, (), timeout_s)
+        try:
+            while True:
+                wait_s = exchange.wait_s()
+                if exchange.outgoing is not None and self._try_send(exchange.outgoing):
+                    exchange.outgoing = None
+                if not self._socket.poll(max(1, int(wait_s * 1000))):
+                    exchange.nothing_came()
+                    continue
+                envelope, payload = self._receive()
+                if envelope is not None and envelope.seq == exchange.seq:
+                    reply = exchange.hear(envelope.body)
+                    if reply is not None:
+                        return _expect(reply, expected), payload
+        finally:
+            exchange.end()
+
+    def _try_send(self, frames: list[wire.Frame]) -> bool:
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:  # not connected (yet, or any more)
+            return False
+        return True
+
+    def _receive(self) -> tuple[wire.ReplyEnvelope | None, list[wire.Frame]]:
+        header, *payload = self._socket.recv_multipart(copy=False)
+        try:
+            return wire.unpack_reply(header), payload
+        except ValueError:  # damaged on the way: asking again brings it once more
+            return None, []
+
+
+class AsyncReplayClient:
+    """asyncio client: any number of requests at once."""
+
+    def __init__(
+        self, address: str, *, role: str = "generator", index: int = 0, curve: CurveKeys | None = None
+    ) -> None:
+        self.address, self._session = address, Session(role, index)
+        self._context = zmq.asyncio.Context()
+        self._socket = _connect(self._context, address, curve)
+        self._hello = messages.Hello(pid=os.getpid(), host=socket.gethostname())
+        self._inboxes: dict[int, asyncio.Queue[messages.Reply]] = {}
+        self._held: set[int] = set()
+        self._reader: asyncio.Task[None] | None = None
+
+    async def hello(self) -> Welcome:
+        """Say who this is. The first request of a generator."""
+        return await self._call(self._hello, Welcome)
+
+    async def lookup(self, key: str, timeout_s: float) -> str:
+        """The announced value; waits until there is one. Raises TimeoutError."""
+        return (await self._call(messages.Lookup(key=key), messages.Value, timeout_s=timeout_s)).value
+
+    async def lease(self, n: int) -> list[Lease]:
+        """Between 1 and `n` leases, as soon as there is room for one; [] means that the run is finished."""
+        leases = (await self._call(messages.AskLease(n=n), messages.Leases)).leases
+        self._held.update(lease.id for lease in leases)
+        return leases
+
+    async def insert(self, group: Group) -> bool:
+        """True: accepted, and safe whatever crashes. False: the lease had expired; not an error."""
+        body = messages.Insert(lease_id=group.lease_id)
+        done = await self._call(body, messages.Done, payload=wire.pack_group(group))
+        self._held.discard(group.lease_id)
+        return done.accepted
+
+    async def drop(
+        self, lease_id: int, reason: str, *, num_tokens: int = 0, reward: float = nan, length: float = nan
+    ) -> None:
+        """The lease ends without a group. `num_tokens` were sampled for nothing; reward and length: means, if known."""
+        body = messages.Drop(lease_id=lease_id, reason=reason, num_tokens=num_tokens, reward=reward, length=length)
+        await self._call(body, messages.Done)
+        self._held.discard(lease_id)
+
+    async def heartbeat(self, activity: dict[str, float]) -> None:
+        """Report the engine's counters; renews the leases that this client still holds."""
+        await self._call(messages.Heartbeat(activity=activity, held=sorted(self._held)), messages.Done)
+
+    async def leave(self) -> None:
+        """This generator ends; its leases are free at once."""
+        await self._call(messages.Leave(), messages.Done)
+
+    def close(self) -> None:
+        """Close the socket at once."""
+        if self._reader is not None:
+            self._reader.cancel()
+        self._socket.close(linger=200)
+        self._context.term()
+
+    async def _call(
+        self, body: messages.Request, expected: type[M], *, payload: Sequence[wire.Frame] = (), timeout_s: float = inf
+    ) -> M:
+        """Waits for the reply to one request; unblocked by it, by `timeout_s`, or by SILENCE_S without the server."""
+        if self._reader is None:
+            self._reader = asyncio.create_task(self._read())
+        exchange = Exchange(self._session, body, payload, timeout_s)
+        inbox = self._inboxes[exchange.seq] = asyncio.Queue()
+        try:
+            while True:
+                wait_s = exchange.wait_s()
+                if exchange.outgoing is not None and await self._try_send(exchange.outgoing):
+                    exchange.outgoing = None
+                try:
+                    reply = exchange.hear(await asyncio.wait_for(inbox.get(), wait_s))
+                except TimeoutError:
+                    exchange.nothing_came()
+                    continue
+                if reply is not None:
+                    return _expect(reply, expected)
+        finally:
+            exchange.end()
+            del self._inboxes[exchange.seq]
+
+    async def _try_send(self, frames: list[wire.Frame]) -> bool:
+        try:
+            await self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:  # not connected (yet, or any more)
+            return False
+        return True
+
+    async def _read(self) -> None:
+        """Consumes replies, for ever; waits for the socket; produces an entry in the inbox of the request concerned."""
+        while True:
+            header, *_ = await self._socket.recv_multipart()
+            try:
+                envelope = wire.unpack_reply(header)
+            except ValueError:  # damaged on the way: asking again brings it once more
+                continue
+            inbox = self._inboxes.get(envelope.seq)
+            if inbox is not None:
+                inbox.put_nowait(envelope.body)
+
+
+def _expect(reply: messages.Reply, expected: type[M]) -> M:
+    if not isinstance(reply, expected):
+        raise RuntimeError(f"the replay server answered {type(reply).__name__}, expected {expected.__name__}")
+    return reply
+
+
+def _clip_versions(group: Group, version: int) -> None:
+    """After a rewind, groups of steps that were lost carry versions that are still to be made again: their lag is 0."""
+    for episode in group.episodes:
+        np.minimum(episode.versions, version, out=episode.versions)
+
+
+def _connect(context: zmq.Context[S], address: str, curve: CurveKeys | None) -> S:
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.IMMEDIATE, 1)  # queue only for a server that is there; what waits here waits once
+    dealer.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
+    dealer.setsockopt(zmq.RECONNECT_IVL, 100)
+    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+    dealer.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+    dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30000)
+    dealer.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    if curve is not None:
+        dealer.curve_publickey, dealer.curve_secretkey = curve.public.encode(), curve.secret.encode()
+        dealer.curve_serverkey = curve.server_public.encode()
+    dealer.connect(address)
+    return dealer

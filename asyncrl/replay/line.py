@@ -1,0 +1,102 @@
+"""The line: seats in the order of their prompts, and which of them make the next batch.
+
+Used by `buffer.py`. A seat keeps its place from the first lease of its prompt until its group is used up and every
+older one too, or until it is dropped. Pure state.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from asyncrl.replay.parcel import Parcel
+from asyncrl.replay.samplers import Sampler
+from asyncrl.types import NOT_SAMPLED, Prompt
+
+
+@dataclass(slots=True, kw_only=True)
+class Seat:
+    """One admitted prompt's place in line: waiting to be leased again, leased, buffered or used up."""
+
+    position: int
+    """Order of first leases; equals the prompt's id."""
+    prompt: Prompt
+    attempt: int = 0
+    """How often it was leased before the current lease."""
+    lease_id: int = -1
+    """Of the current lease, or of the one that inserted the group."""
+    owner: str = ""
+    """Incarnation that holds the lease; "" when nobody does."""
+    request: int = 0
+    """Sequence number of the owner's request that was answered with the lease."""
+    granted_at: float = 0.0
+    renewed_at: float = 0.0
+    version: int = NOT_SAMPLED
+    """Live when the lease was granted."""
+    parcel: Parcel | None = None
+    """The group, while it is buffered."""
+    uses: int = 0
+    used_up: bool = False
+    removed: bool = False
+    """Dropped for good."""
+    rewound: bool = False
+    """Generated before a rewind, perhaps by a version that has not been made again yet."""
+
+    @property
+    def oldest_version(self) -> int:
+        return self.parcel.oldest_version if self.parcel else NOT_SAMPLED
+
+    @property
+    def priority(self) -> float:
+        return self.parcel.priority if self.parcel else 0.0
+
+
+@dataclass(slots=True)
+class Line:
+    """Seats by position, ascending. The first one is always the anchor: the oldest that is not used up."""
+
+    seats: dict[int, Seat] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Seat]:
+        return iter(self.seats.values())
+
+    def append(self, seat: Seat) -> None:
+        self.seats[seat.position] = seat
+
+    def remove(self, seat: Seat) -> None:
+        """The seat is dropped: those behind it move up."""
+        del self.seats[seat.position]
+        self._trim()
+
+    def use_up(self, seat: Seat) -> None:
+        """The seat's group had its last use. The seat goes on counting for the window until the anchor passes it."""
+        seat.used_up, seat.parcel = True, None
+        self._trim()
+
+    def choose(self, *, step: int, num_groups: int, window: int | None, sampler: Sampler) -> list[Seat] | None:
+        """The seats of a whole batch, by position; None when the window does not hold one yet.
+
+        Picks one by one. The window covers `window` seats from the oldest that is neither used up nor picked for this
+        batch; None covers everything.
+        """
+        seats = list(self.seats.values())
+        picked: set[int] = set()
+        open_: list[tuple[float, int]] = []
+        head = seen = 0
+        while len(picked) < num_groups:
+            while head < len(seats) and (seats[head].used_up or seats[head].position in picked):
+                head += 1
+            end = len(seats) if window is None else min(len(seats), head + window)
+            for seat in seats[seen:end]:
+                if seat.parcel is not None:
+                    heapq.heappush(open_, (sampler(seat, step), seat.position))
+            seen = max(seen, end)
+            if not open_:
+                return None
+            picked.add(heapq.heappop(open_)[1])
+        return [self.seats[p] for p in sorted(picked)]
+
+    def _trim(self) -> None:
+        while self.seats and (first := next(iter(self.seats.values()))).used_up:
+            del self.seats[first.position]

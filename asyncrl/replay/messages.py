@@ -1,0 +1,204 @@
+"""What clients ask of the replay server and what it answers. Plain msgspec Structs; `wire.py` turns them into bytes.
+
+Every request is idempotent: it is identified by (incarnation, seq), and a repeated one gets the reply it got before.
+A request that cannot be answered yet is parked; `Again` asks after it and is answered with `Parked` and the reason.
+"""
+
+from __future__ import annotations
+
+from math import nan
+from typing import Any
+
+import msgspec
+
+from asyncrl.types import Prompt
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base: keyword-only, tagged with its class name."""
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """Permission to generate one group."""
+
+    id: int
+    prompt: Prompt
+    version: int
+    """Live on the generators when it was granted: no token of the group may be older."""
+    attempt: int
+    """How often the prompt was leased before."""
+
+
+# Requests
+
+
+class Hello(_Message):
+    """First request of every process. A generator takes the place of a former one with its index."""
+
+    pid: int = 0
+    host: str = ""
+
+
+class AskLease(_Message):
+    """Parked until at least one lease can be granted; answered with Leases."""
+
+    n: int
+
+
+class Insert(_Message):
+    """The group of a lease, in the payload frames; answered with Done."""
+
+    lease_id: int
+
+
+class Drop(_Message):
+    """A lease ends without a group; answered with Done."""
+
+    lease_id: int
+    reason: str
+    num_tokens: int = 0
+    reward: float = nan
+    length: float = nan
+
+
+class Heartbeat(_Message):
+    """I am alive and still work on `held`; renews those leases, and frees granted ones that are missing from it."""
+
+    activity: dict[str, float]
+    held: list[int] = []
+
+
+class Lookup(_Message):
+    """Parked until somebody announced `key`; answered with Value."""
+
+    key: str
+
+
+class Announce(_Message):
+    key: str
+    value: str
+
+
+class Take(_Message):
+    """The groups of optimiser step `step`, trained at `version`; answered with Taken and the groups' frames."""
+
+    step: int
+    num_groups: int
+    version: int
+
+
+class Publish(_Message):
+    """`version`, made by training `step`, is live on the generators."""
+
+    version: int
+    step: int
+
+
+class Rewind(_Message):
+    """The trainer resumes from the checkpoint of `step`; what was consumed later becomes available again."""
+
+    step: int
+    version: int
+
+
+class Forget(_Message):
+    """No checkpoint older than `step` is kept: groups consumed up to it can be removed from disk."""
+
+    step: int
+
+
+class Finish(_Message):
+    """No more leases."""
+
+    reason: str
+
+
+class Status(_Message):
+    """Who waits for whom; answered with Report."""
+
+
+class Leave(_Message):
+    """This process ends; its leases are free at once."""
+
+
+class Again(_Message):
+    """Has the request with this envelope's `seq` been answered? Sent instead of repeating a payload."""
+
+
+Request = (
+    Hello
+    | AskLease
+    | Insert
+    | Drop
+    | Heartbeat
+    | Lookup
+    | Announce
+    | Take
+    | Publish
+    | Rewind
+    | Forget
+    | Finish
+    | Status
+    | Leave
+    | Again
+)
+
+
+# Replies
+
+
+class Welcome(_Message):
+    """`version`: live on the generators, -1 before the first publish."""
+
+    run: str
+    version: int
+    announced: dict[str, str]
+
+
+class Leases(_Message):
+    """Empty: the run is finished."""
+
+    leases: list[Lease]
+
+
+class Done(_Message):
+    """False: the lease had expired, the group or drop was ignored."""
+
+    accepted: bool = True
+
+
+class Value(_Message):
+    value: str
+
+
+class Taken(_Message):
+    """Followed by 7 frames per group. No groups: the data has ended."""
+
+    num_groups: int
+    version: int
+    metrics: dict[str, float]
+
+
+class Report(_Message):
+    status: dict[str, Any]
+
+
+class Parked(_Message):
+    """Not yet, and why."""
+
+    diagnosis: str
+
+
+class Resend(_Message):
+    """The request is not known here (a restarted server, a lost connection): send it in full."""
+
+
+class Refused(_Message):
+    """The request makes no sense here; `message` says what to do."""
+
+    message: str
+    fatal: bool = False
+    """An invariant broke and the server ends: RuntimeError at the client, instead of ValueError."""
+
+
+Reply = Welcome | Leases | Done | Value | Taken | Report | Parked | Resend | Refused

@@ -1,0 +1,52 @@
+"""A group as the replay server holds it: its frames, untouched, and the few numbers that decisions need.
+
+Made by the service when an insert arrives and by the journal when it restores one. The arrays are never unpacked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncrl.replay import wire
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Parcel:
+    """One packed group."""
+
+    frames: Sequence[wire.Frame]
+    """7 frames, as `wire.pack_group` makes them."""
+    lease_id: int
+    num_tokens: int
+    nbytes: int
+    oldest_version: int
+    """Smallest version among the trained tokens; -1 when there is none."""
+    newest_version: int
+    priority: float
+    """Mean |reward - mean reward| of the siblings."""
+    reward: float
+    """Mean over the siblings."""
+    length: float
+    """Mean number of tokens per sibling."""
+
+
+def parcel_of(frames: Sequence[wire.Frame]) -> Parcel:
+    """Check the frames of a group and measure it. Raises ValueError."""
+    header = wire.check_group(frames)
+    oldest, newest = wire.version_range(frames)
+    rewards = np.asarray(header.rewards, np.float64)
+    num_tokens = sum(header.lengths)
+    return Parcel(
+        frames=frames,
+        lease_id=header.lease_id,
+        num_tokens=num_tokens,
+        nbytes=sum(memoryview(f).nbytes for f in frames),
+        oldest_version=oldest,
+        newest_version=newest,
+        priority=float(np.abs(rewards - rewards.mean()).mean()),
+        reward=float(rewards.mean()),
+        length=num_tokens / len(header.lengths),
+    )

@@ -1,0 +1,124 @@
+"""Who talks to the replay server: one Peer per incarnation of a process, with the replies it has not acknowledged.
+
+Used by `service.py`. Pure: the time is an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from asyncrl.replay import wire
+from asyncrl.replay.messages import Hello
+
+REPLIES_KEPT = 1024
+"""Unacknowledged replies per peer; a client has far fewer requests open at once."""
+MAX_PEERS = 4096
+
+
+@dataclass(slots=True)
+class Pace:
+    """What a generator did between two looks, from its cumulative counters."""
+
+    latest: dict[str, float] = field(default_factory=dict)
+    latest_at: float = 0.0
+    mark: dict[str, float] = field(default_factory=dict)
+    mark_at: float = 0.0
+    busy: float = 0.0
+    """Fraction of the time in which some request was running."""
+    tokens_per_s: float = 0.0
+
+    def report(self, activity: dict[str, float], now: float) -> None:
+        self.latest, self.latest_at = activity, now
+        if not self.mark_at:
+            self.mark, self.mark_at = activity, now
+
+    def look(self) -> None:
+        """Measure from the last look to the latest report, if there is a newer one."""
+        elapsed = self.latest_at - self.mark_at
+        if elapsed <= 0:
+            return
+        self.busy = min(1.0, max(0.0, self._rise("busy_s") / elapsed))
+        self.tokens_per_s = max(0.0, self._rise("tokens") / elapsed)
+        self.mark, self.mark_at = self.latest, self.latest_at
+
+    def _rise(self, key: str) -> float:
+        return self.latest.get(key, 0.0) - self.mark.get(key, 0.0)
+
+
+@dataclass(slots=True, kw_only=True)
+class Peer:
+    """One incarnation of one process."""
+
+    incarnation: str
+    identity: bytes
+    """Where its socket can be reached: the routing id of its latest message."""
+    first_heard: float
+    last_heard: float
+    role: str = "unknown"
+    index: int = 0
+    pid: int = 0
+    host: str = ""
+    acked: int = 0
+    replies: dict[int, list[wire.Frame]] = field(default_factory=dict)
+    replaced: bool = False
+    """Another incarnation of the same role and index has said hello."""
+    silent: bool = False
+    """Not heard from for `supervise.dead_after_s`: its leases were freed."""
+    pace: Pace = field(default_factory=Pace)
+
+    @property
+    def name(self) -> str:
+        return f"generator {self.index}" if self.role == "generator" else self.role
+
+    def acknowledge(self, acked: int) -> None:
+        """Replies below `acked` will not be asked for again."""
+        if acked > self.acked:
+            self.acked = acked
+            self.replies = {s: r for s, r in self.replies.items() if s >= acked}
+
+    def remember(self, seq: int, frames: list[wire.Frame]) -> None:
+        self.replies[seq] = frames
+        if len(self.replies) > REPLIES_KEPT:
+            del self.replies[next(iter(self.replies))]
+
+
+@dataclass(slots=True)
+class Peers:
+    """All of them, by incarnation."""
+
+    known: dict[str, Peer] = field(default_factory=dict)
+
+    def hear(self, envelope: wire.Envelope, identity: bytes, now: float) -> Peer:
+        """The sender of a message, new or known. Raises ValueError when there are too many."""
+        peer = self.known.get(envelope.incarnation)
+        if peer is None:
+            if len(self.known) >= MAX_PEERS:
+                raise ValueError(f"more than {MAX_PEERS} processes talk to this server")
+            peer = Peer(incarnation=envelope.incarnation, identity=identity, first_heard=now, last_heard=now)
+            self.known[envelope.incarnation] = peer
+        peer.identity, peer.last_heard, peer.silent = identity, now, False
+        peer.role, peer.index = envelope.role, envelope.index
+        peer.acknowledge(envelope.acked)
+        return peer
+
+    def introduce(self, peer: Peer, hello: Hello) -> list[Peer]:
+        """`peer` says who it is. Returns the generators whose place it takes."""
+        peer.pid, peer.host = hello.pid, hello.host
+        if peer.role != "generator":
+            return []
+        former = [p for p in self.generators() if p.index == peer.index and p is not peer]
+        for other in former:
+            other.replaced = True
+        return former
+
+    def generators(self) -> Sequence[Peer]:
+        """Generators in service or silent, by index; replaced ones left out."""
+        found = [p for p in self.known.values() if p.role == "generator" and not p.replaced]
+        return sorted(found, key=lambda p: p.index)
+
+    def alive(self) -> Sequence[Peer]:
+        return [p for p in self.generators() if not p.silent]
+
+    def remove(self, peer: Peer) -> None:
+        self.known.pop(peer.incarnation, None)

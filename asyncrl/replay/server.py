@@ -1,0 +1,198 @@
+"""The replay server process: one ROUTER socket around `service.py`. Single-threaded; it never blocks on one client.
+
+Called by `cli.py` (`--role replay`) and by tests. `serve(run, stop_event)` is the whole process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from asyncrl.config import Config
+from asyncrl.replay import wire
+from asyncrl.replay.buffer import Buffer
+from asyncrl.replay.limiter import make_limits
+from asyncrl.replay.samplers import SAMPLERS
+from asyncrl.replay.service import Service
+
+TURN_MESSAGES = 512
+"""Messages handled between two commits and flushes."""
+TURN_S = 0.1
+"""Longest wait for a message; leases and silences are looked at as often."""
+MAX_STALL_S = 1.0
+"""Time that a turn may add to the server's clock: while the server itself stood still, nobody else was late."""
+ADDRESS_FILE = "address.json"
+
+
+class StopEvent(Protocol):
+    """threading.Event or multiprocessing.Event."""
+
+    def is_set(self) -> bool: ...
+
+
+class Server:
+    """Binds on construction; `run` serves until told to stop."""
+
+    def __init__(self, service: Service, *, bind: str = "tcp://127.0.0.1:*") -> None:
+        _check_bind(bind)
+        self.service = service
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        for option, value in _SOCKET_OPTIONS.items():
+            self._socket.setsockopt(option, value)
+        try:
+            self._socket.bind(bind)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ValueError(f"the replay server cannot listen on {bind}: {error}") from error
+        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._clock, self._seen = 0.0, time.monotonic()
+
+    def run(self, stop: StopEvent) -> None:
+        """Consumes requests; waits for any, at most TURN_S; unblocked by a message; produces replies.
+
+        Raises EndlessRejection, StalenessExceeded or NoGenerators, after the client concerned has been told.
+        """
+        while not stop.is_set():
+            self.turn()
+
+    def turn(self) -> None:
+        """Handle what has arrived, try what is parked again, look at the time, send the replies."""
+        self._socket.poll(int(TURN_S * 1000))
+        now = self._now()
+        try:
+            for _ in range(TURN_MESSAGES):
+                try:
+                    identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                except zmq.Again:
+                    break
+                self.service.handle(identity.bytes, frames, now)
+            self.service.settle(now)
+            self.service.tick(now)
+        finally:
+            self._flush()
+
+    def close(self) -> None:
+        """Close the socket; unsent replies get a moment to leave."""
+        self._socket.close(linger=1000)
+        self._context.term()
+
+    def _flush(self) -> None:
+        """Send what was answered. A client that is gone or does not read asks again for what it missed."""
+        for identity, frames in self.service.outbox:
+            with suppress(zmq.Again, zmq.ZMQError):
+                self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
+        self.service.outbox.clear()
+
+    def _now(self) -> float:
+        seen = time.monotonic()
+        self._clock += min(seen - self._seen, MAX_STALL_S)
+        self._seen = seen
+        return self._clock
+
+
+def serve(run: Any, stop_event: StopEvent) -> None:
+    """The process: build the service of a resolved run, write `address.json` once it is bound, serve until stopped."""
+    config: Config = run.config
+    run_dir = Path(config.run_dir or ".")
+    service = make_service(run)
+    server = Server(service, bind=_former_address(run_dir, config.replay.bind))
+    try:
+        write_address(run_dir, server.address)
+        server.run(stop_event)
+    finally:
+        server.close()
+
+
+def make_service(run: Any) -> Service:
+    """The service of a resolved run (`config`, `env`)."""
+    config: Config = run.config
+    return Service(
+        buffer=make_buffer(run),
+        incarnation=token_hex(8),
+        run=config.name,
+        supervise=config.supervise,
+    )
+
+
+def make_buffer(run: Any, *, cursor: int = 0) -> Buffer:
+    """An empty buffer that continues the environment's prompts at `cursor`. Raises ValueError on bad settings."""
+    replay, generation = run.config.replay, run.config.generation
+    return Buffer(
+        limits=make_limits(replay, run.config.training),
+        prompts=iter(run.env.prompts(cursor)),
+        cursor=cursor,
+        sampler=SAMPLERS[replay.order],
+        lease_timeout_s=replay.lease_timeout_s,
+        max_lease_s=replay.lease_timeout_s + generation.rollout_timeout_s + generation.reward_timeout_s,
+    )
+
+
+def write_address(run_dir: Path, address: str) -> None:
+    """Publish where the server listens, in one atomic step."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    temporary = run_dir / f".{ADDRESS_FILE}.{os.getpid()}"
+    temporary.write_text(json.dumps({"address": address, "pid": os.getpid()}))
+    temporary.replace(run_dir / ADDRESS_FILE)
+
+
+def read_address(run_dir: Path, *, timeout_s: float = 60.0) -> str:
+    """Where the run's server listens; waits until the file is there. Raises TimeoutError."""
+    path, deadline = run_dir / ADDRESS_FILE, time.monotonic() + timeout_s
+    while True:
+        with suppress(FileNotFoundError, msgspec.DecodeError, KeyError):
+            return str(msgspec.json.decode(path.read_bytes())["address"])
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the replay server has not written {path} within {timeout_s:.0f} s")
+        time.sleep(0.05)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach a ZeroMQ address."""
+    scheme, _, rest = address.partition("://")
+    return scheme in ("ipc", "inproc") or rest.startswith(("127.", "localhost:", "[::1]:"))
+
+
+def _check_bind(bind: str) -> None:
+    if not is_loopback(bind):
+        raise ValueError(
+            f"replay.bind {bind} can be reached from other machines and there are no keys: make them with "
+            "`asyncrl keys new DIR`, copy DIR to every machine of the run and set replay.keys to it"
+        )
+
+
+def _former_address(run_dir: Path, bind: str) -> str:
+    """The address of this run's former server when it is free: clients that still run find a restarted server there."""
+    if not bind.endswith(":*") or not (run_dir / ADDRESS_FILE).exists():
+        return bind
+    former = read_address(run_dir, timeout_s=0)
+    host, port = bind.removesuffix(":*"), former.rpartition(":")[2]
+    probe = zmq.Context()
+    with probe.socket(zmq.ROUTER) as socket:
+        try:
+            socket.bind(f"{host}:{port}")
+        except zmq.ZMQError:
+            return bind
+        finally:
+            socket.close(linger=0)
+            probe.term()
+    return f"{host}:{port}"
+
+
+_SOCKET_OPTIONS: dict[int, int] = {
+    zmq.ROUTER_MANDATORY: 1,  # an unreachable client is an error to handle, not a silent loss
+    zmq.MAXMSGSIZE: wire.MAX_FRAME_BYTES,  # longer frames are refused before they are allocated
+    zmq.SNDHWM: 64,  # a client that does not read holds at most this many replies here
+    zmq.LINGER: 0,
+    zmq.HEARTBEAT_IVL: 5000,  # a host that vanished is noticed without waiting for TCP
+    zmq.HEARTBEAT_TIMEOUT: 30000,
+    zmq.TCP_KEEPALIVE: 1,
+}

@@ -1,0 +1,319 @@
+"""The replay server without its socket: requests in, replies out. Pure: the time is an argument.
+
+Called by `server.py`, once per message (`handle`), then once per turn (`settle`, `tick`); its `outbox` is sent after
+the journal has committed. Owns the buffer. Never blocks: a request that cannot be answered yet is parked and tried
+again after each change. Every request is answered once; a repeated one gets the same reply again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.config import SuperviseConfig
+from asyncrl.replay import diagnosis, messages, wire
+from asyncrl.replay.buffer import Buffer
+from asyncrl.replay.parcel import Parcel, parcel_of
+from asyncrl.replay.peers import Peer, Peers
+
+Outgoing = tuple[bytes, list[wire.Frame]]
+FORGET_AFTER_S = 600.0
+"""A process that holds nothing and is silent for this long is forgotten."""
+
+
+class NoGenerators(RuntimeError):
+    """The trainer waits and no generator has been alive for the time that a run may go on without one."""
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A request that is being answered, perhaps parked."""
+
+    peer: Peer
+    envelope: wire.Envelope
+    since: float
+
+    @property
+    def seq(self) -> int:
+        return self.envelope.seq
+
+    @property
+    def body(self) -> messages.Request:
+        return self.envelope.body
+
+
+@dataclass(slots=True, kw_only=True)
+class Service:
+    """One run's server. `incarnation` is this start of the server."""
+
+    buffer: Buffer
+    incarnation: str
+    run: str = "run"
+    supervise: SuperviseConfig = field(default_factory=SuperviseConfig)
+    rewind: Callable[[int, int], Buffer] | None = None
+    """(step, version) -> the buffer as it was when that step was checkpointed."""
+    forget: Callable[[int], None] | None = None
+    """Groups consumed up to this step may leave the disk."""
+    peers: Peers = field(default_factory=Peers)
+    parked: dict[tuple[str, int], Waiting] = field(default_factory=dict)
+    announced: dict[str, str] = field(default_factory=dict)
+    outbox: list[Outgoing] = field(default_factory=list)
+    malformed: int = 0
+    """Messages that could not be read."""
+    last_fault: str = ""
+    started_at: float | None = None
+    without_generators_since: float | None = None
+
+    def handle(self, identity: bytes, frames: Sequence[wire.Frame], now: float) -> None:
+        """One message of one client. What cannot be read is counted and ignored. Raises what must end the run."""
+        try:
+            envelope = wire.unpack_request(frames[0] if frames else b"")
+            peer = self.peers.hear(envelope, identity, now)
+        except ValueError as error:
+            self.malformed, self.last_fault = self.malformed + 1, str(error)
+            return
+        seq, body = envelope.seq, envelope.body
+        if isinstance(body, messages.Again):
+            self._answer_again(peer, seq, now)
+        elif seq in peer.replies:
+            self._send(peer, peer.replies[seq])
+        elif seq >= peer.acked and (peer.incarnation, seq) not in self.parked:
+            self._execute(Waiting(peer, envelope, now), frames[1:], now)
+
+    def settle(self, now: float) -> None:
+        """Try what is parked again, oldest first; drop what its sender no longer wants."""
+        for key, waiting in list(self.parked.items()):
+            if waiting.seq < waiting.peer.acked or waiting.peer.replaced:
+                del self.parked[key]
+            elif (reply := self._try(waiting, (), now)) is not None:
+                del self.parked[key]
+                self._reply(waiting.peer, waiting.seq, reply)
+
+    def tick(self, now: float) -> None:
+        """What time alone changes: silent generators lose their leases, old leases end. Raises NoGenerators."""
+        self.started_at = now if self.started_at is None else self.started_at
+        self.buffer.expire(now)
+        for peer in list(self.peers.known.values()):
+            silence = now - peer.last_heard
+            if silence > self.supervise.dead_after_s and not peer.silent:
+                peer.silent = True
+                self.buffer.release(peer.incarnation)
+            if silence > max(FORGET_AFTER_S, self.supervise.dead_after_s):
+                self._part(peer)
+        self._check_generators(now)
+
+    def status(self, now: float) -> dict[str, Any]:
+        """Plain data for `asyncrl status`: the ledger, every process, who waits for what and why."""
+        buffer = self.buffer
+        leases = [s.granted_at for s in buffer.leased.values()]
+        return {
+            "run": self.run,
+            "step": buffer.step,
+            "version": buffer.live_version,
+            "finished": buffer.finished,
+            "exhausted": buffer.exhausted,
+            "ledger": buffer.accounts(),
+            "buffered": len(buffer.buffered),
+            "buffered_bytes": buffer.bytes_buffered,
+            "room": buffer.room(),
+            "oldest_lease_s": now - min(leases) if leases else 0.0,
+            "processes": [self._describe(p, now) for p in self.peers.known.values() if not p.replaced],
+            "waiting": [
+                {"who": w.peer.name, "for_s": now - w.since, "why": self._why(w, now)} for w in self.parked.values()
+            ],
+            "malformed": self.malformed,
+            "last_fault": self.last_fault,
+        }
+
+    # Requests
+
+    def _execute(self, waiting: Waiting, payload: Sequence[wire.Frame], now: float) -> None:
+        reply = self._try(waiting, payload, now)
+        if reply is None:
+            self.parked[waiting.peer.incarnation, waiting.seq] = waiting
+        else:
+            self._reply(waiting.peer, waiting.seq, reply)
+
+    def _try(
+        self, waiting: Waiting, payload: Sequence[wire.Frame], now: float
+    ) -> messages.Reply | tuple[messages.Taken, list[Parcel]] | None:
+        """The reply; None when it has to wait. The sender's mistakes are refused, broken invariants raise."""
+        peer, body = waiting.peer, waiting.body
+        if peer.replaced:
+            return messages.Refused(message=f"another {peer.name} has said hello: give every generator its own --index")
+        try:
+            return self._answer(waiting, body, payload, now)
+        except ValueError as error:
+            return messages.Refused(message=str(error))
+        except RuntimeError as error:
+            self._reply(peer, waiting.seq, messages.Refused(message=str(error), fatal=True))
+            raise
+
+    def _answer(
+        self, waiting: Waiting, body: messages.Request, payload: Sequence[wire.Frame], now: float
+    ) -> messages.Reply | tuple[messages.Taken, list[Parcel]] | None:
+        peer, buffer = waiting.peer, self.buffer
+        match body:
+            case messages.Insert(lease_id=lease_id):
+                return messages.Done(accepted=buffer.insert(lease_id, self._parcel(lease_id, payload)))
+            case messages.AskLease(n=n):
+                return self._grant(peer, waiting.seq, n, now)
+            case messages.Drop():
+                return messages.Done(accepted=self._drop(body))
+            case messages.Heartbeat(activity=activity, held=held):
+                peer.pace.report(activity, now)
+                buffer.renew(peer.incarnation, set(held), acked=waiting.envelope.acked, now=now)
+            case messages.Take():
+                return self._take(waiting, body, now)
+            case messages.Publish(version=version, step=step):
+                buffer.publish(version=version, step=step)
+            case messages.Hello():
+                for former in self.peers.introduce(peer, body):
+                    buffer.release(former.incarnation)
+                return messages.Welcome(run=self.run, version=buffer.live_version, announced=dict(self.announced))
+            case messages.Lookup(key=key):
+                return messages.Value(value=self.announced[key]) if key in self.announced else None
+            case messages.Announce(key=key, value=value):
+                self.announced[key] = value
+            case messages.Finish(reason=reason):
+                buffer.finish(reason)
+            case messages.Status():
+                return messages.Report(status=self.status(now))
+            case messages.Rewind(step=step, version=version):
+                self._rewind(step, version)
+            case messages.Forget(step=step):
+                if self.forget is not None:
+                    self.forget(step)
+            case messages.Leave():
+                self._leave(peer)
+        return messages.Done()
+
+    def _grant(self, peer: Peer, seq: int, n: int, now: float) -> messages.Leases | None:
+        if n < 1:
+            raise ValueError(f"a generator must ask for at least 1 lease, got {n}")
+        # What there is room for is shared, so that the first to ask does not leave the others idle.
+        share = -(-self.buffer.room() // max(1, len(self.peers.alive())))
+        seats = self.buffer.lease(min(n, share), owner=peer.incarnation, request=seq, now=now)
+        if not seats and not self.buffer.over:
+            return None
+        return messages.Leases(
+            leases=[messages.Lease(id=s.lease_id, prompt=s.prompt, version=s.version, attempt=s.attempt) for s in seats]
+        )
+
+    def _parcel(self, lease_id: int, payload: Sequence[wire.Frame]) -> Parcel:
+        parcel = parcel_of(payload)
+        if parcel.lease_id != lease_id:
+            raise ValueError(f"the group is of lease {parcel.lease_id}, the request of lease {lease_id}")
+        return parcel
+
+    def _drop(self, body: messages.Drop) -> bool:
+        return self.buffer.drop(
+            body.lease_id, body.reason, num_tokens=body.num_tokens, reward=body.reward, length=body.length
+        )
+
+    def _take(self, waiting: Waiting, body: messages.Take, now: float) -> tuple[messages.Taken, list[Parcel]] | None:
+        parcels = self.buffer.take(step=body.step, num_groups=body.num_groups, version=body.version)
+        if parcels is None:
+            return None
+        metrics = self._metrics(now - waiting.since)
+        return messages.Taken(num_groups=len(parcels), version=body.version, metrics=metrics), parcels
+
+    def _rewind(self, step: int, version: int) -> None:
+        if self.rewind is None:
+            raise ValueError("this server cannot rewind")
+        self.buffer = self.rewind(step, version)
+        self.announced.clear()
+
+    def _leave(self, peer: Peer) -> None:
+        self.buffer.release(peer.incarnation)
+        peer.replaced = True
+
+    # Replies
+
+    def _reply(self, peer: Peer, seq: int, reply: messages.Reply | tuple[messages.Taken, list[Parcel]]) -> None:
+        body, parcels = reply if isinstance(reply, tuple) else (reply, [])
+        payload = [frame for parcel in parcels for frame in parcel.frames]
+        frames = wire.pack_message(wire.ReplyEnvelope(self.incarnation, seq, body), payload)
+        peer.remember(seq, frames)
+        self._send(peer, frames)
+
+    def _answer_again(self, peer: Peer, seq: int, now: float) -> None:
+        if seq in peer.replies:
+            self._send(peer, peer.replies[seq])
+            return
+        waiting = self.parked.get((peer.incarnation, seq))
+        body = messages.Parked(diagnosis=self._why(waiting, now)) if waiting else messages.Resend()
+        self._send(peer, wire.pack_message(wire.ReplyEnvelope(self.incarnation, seq, body)))
+
+    def _send(self, peer: Peer, frames: list[wire.Frame]) -> None:
+        self.outbox.append((peer.identity, frames))
+
+    # Views
+
+    def _metrics(self, waited_s: float) -> dict[str, float]:
+        buffer, generators = self.buffer, self.peers.alive()
+        for peer in generators:
+            peer.pace.look()
+        idle = [1.0 - p.pace.busy for p in generators]
+        metrics: dict[str, float] = {
+            "replay/buffered": len(buffer.buffered),
+            "replay/bytes": buffer.bytes_buffered,
+            "replay/wait_s": waited_s,
+            "idle/generator": sum(idle) / len(idle) if idle else 1.0,
+            "throughput/generated_tokens_per_s": sum(p.pace.tokens_per_s for p in generators),
+        }
+        if buffer.trained_means.num:
+            metrics["bias/trained_length"] = buffer.trained_means.length
+        if buffer.dropped_means.num:
+            metrics["bias/dropped_length"] = buffer.dropped_means.length
+            metrics["bias/dropped_reward"] = buffer.dropped_means.reward
+        return metrics | buffer.accounts()
+
+    def _why(self, waiting: Waiting, now: float) -> str:
+        waited, name = now - waiting.since, waiting.peer.name
+        match waiting.body:
+            case messages.Take():
+                return diagnosis.why_take_waits(self.buffer, self.peers, waited_s=waited, now=now)
+            case messages.AskLease():
+                return diagnosis.why_lease_waits(self.buffer, name=name, waited_s=waited)
+            case messages.Lookup(key=key):
+                return f"{name} has waited {waited:.0f} s for {key!r} to be announced"
+        return f"{name} has waited {waited:.0f} s"
+
+    def _describe(self, peer: Peer, now: float) -> dict[str, Any]:
+        held = [s for s in self.buffer.leased.values() if s.owner == peer.incarnation]
+        return {
+            "role": peer.role,
+            "index": peer.index,
+            "pid": peer.pid,
+            "host": peer.host,
+            "heard_s": now - peer.last_heard,
+            "silent": peer.silent,
+            "leases": len(held),
+            "oldest_lease_s": max((now - s.granted_at for s in held), default=0.0),
+            "tokens_per_s": peer.pace.tokens_per_s,
+            "busy": peer.pace.busy,
+        }
+
+    # Time
+
+    def _check_generators(self, now: float) -> None:
+        takes = [w for w in self.parked.values() if isinstance(w.body, messages.Take)]
+        if self.peers.alive() or not takes or self.buffer.ended:
+            self.without_generators_since = None
+            return
+        if self.without_generators_since is None:
+            self.without_generators_since = now
+        waited = now - self.without_generators_since
+        allowed = self.supervise.grace_s + (0 if self.peers.generators() else self.supervise.start_timeout_s)
+        if waited > allowed:
+            why = self._why(takes[0], now)
+            self._reply(takes[0].peer, takes[0].seq, messages.Refused(message=why, fatal=True))
+            raise NoGenerators(f"no generator has been alive for {waited:.0f} s: {why}")
+
+    def _part(self, peer: Peer) -> None:
+        self.buffer.release(peer.incarnation)
+        self.peers.remove(peer)
+        for key in [k for k in self.parked if k[0] == peer.incarnation]:
+            del self.parked[key]

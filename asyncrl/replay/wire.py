@@ -1,0 +1,261 @@
+"""Bytes on the wire: a msgspec header frame, then raw array frames. Nothing else crosses between processes.
+
+Called by the clients, the server and the journal. Pure: no sockets. Never unpickles, and never allocates more than a
+small multiple of the bytes that really arrived: every size is checked before an array is made. Whatever the bytes are,
+the answer is the value or a ValueError that says what was wrong.
+
+    message   header frame [+ payload frames]       header = b"ARL" + schema version + msgpack(Envelope)
+    group     7 frames: header, prompt ids <i4, token ids <i4, log-probabilities <f4, versions <i4, mask u1, texts utf-8
+              arrays of all episodes one after the other; prompt ids once when all siblings share them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from asyncrl.replay.messages import Reply, Request
+from asyncrl.types import NOT_SAMPLED, Episode, FinishReason, Group, Prompt
+
+SCHEMA_VERSION = 1
+PREFIX = b"ARL" + bytes([SCHEMA_VERSION])
+FRAMES_PER_GROUP = 7
+MAX_HEADER_BYTES = 4 << 20
+"""Longest header frame: prompts, metadata and counts; token arrays and texts travel in frames of their own."""
+MAX_FRAME_BYTES = 1 << 30
+"""Longest frame of any kind; the sockets refuse longer ones before they allocate."""
+MAX_EPISODES = 1 << 16
+_CONVERSIONS = (np.int32, np.int32, np.float32, np.int32, np.uint8)
+_DTYPES = tuple(np.dtype(t).newbyteorder("<") for t in _CONVERSIONS)
+
+Frame = bytes | bytearray | memoryview
+"""Anything with the buffer protocol: the server keeps zmq.Frame objects and passes them on without a copy."""
+Lengths = Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=MAX_FRAME_BYTES)]], msgspec.Meta(max_length=MAX_EPISODES)]
+T = TypeVar("T")
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """What surrounds every request. `seq` rises by one per request of one incarnation and identifies a retry."""
+
+    incarnation: str
+    """Random, new for every start of a process."""
+    seq: int
+    acked: int
+    """All replies to requests below this number have arrived or are no longer wanted."""
+    role: str
+    index: int
+    body: Request
+
+
+class ReplyEnvelope(msgspec.Struct, frozen=True, array_like=True):
+    """What surrounds every reply. `incarnation` is the server's."""
+
+    incarnation: str
+    seq: int
+    body: Reply
+
+
+class GroupHeader(msgspec.Struct, frozen=True, array_like=True):
+    """What the server reads of a group. `detail` stays packed until a trainer unpacks the group."""
+
+    lease_id: int
+    prompt_lengths: Lengths
+    """One entry when all episodes share the prompt, else one per episode."""
+    lengths: Lengths
+    """Tokens after the prompt, per episode."""
+    text_lengths: Lengths
+    """Bytes of UTF-8, per episode."""
+    rewards: Annotated[list[float], msgspec.Meta(max_length=MAX_EPISODES)]
+    detail: msgspec.Raw
+
+
+class GroupDetail(msgspec.Struct, frozen=True, array_like=True):
+    """The rest of a group's header."""
+
+    prompt: Prompt
+    finish_reasons: Annotated[list[FinishReason], msgspec.Meta(max_length=MAX_EPISODES)]
+    named_rewards: list[dict[str, float]]
+    metadata: list[dict[str, Any]]
+
+
+def pack_message(envelope: Envelope | ReplyEnvelope, payload: Sequence[Frame] = ()) -> list[Frame]:
+    """Envelope -> frames. Raises ValueError when its header is longer than a receiver accepts."""
+    return [_pack_header(envelope), *payload]
+
+
+def unpack_request(frame: Frame) -> Envelope:
+    """Header frame of a request -> Envelope. Raises ValueError."""
+    return _unpack_header(frame, _REQUESTS)
+
+
+def unpack_reply(frame: Frame) -> ReplyEnvelope:
+    """Header frame of a reply -> ReplyEnvelope. Raises ValueError."""
+    return _unpack_header(frame, _REPLIES)
+
+
+def pack_group(group: Group) -> list[Frame]:
+    """Group -> 7 frames. Raises ValueError when its arrays do not align or its metadata is not plain data."""
+    episodes = group.episodes
+    for e in episodes:
+        _check_aligned(e, group.prompt.id)
+    texts = [e.text.encode("utf-8", "surrogatepass") for e in episodes]
+    prompts = _shared_prompts(episodes)
+    detail = GroupDetail(
+        group.prompt, [e.finish_reason for e in episodes], [e.rewards for e in episodes], [e.metadata for e in episodes]
+    )
+    header = GroupHeader(
+        group.lease_id,
+        [len(p) for p in prompts],
+        [len(e.token_ids) for e in episodes],
+        [len(t) for t in texts],
+        [float(e.reward) for e in episodes],
+        msgspec.Raw(_encode(detail)),
+    )
+    columns = (
+        prompts,
+        [e.token_ids for e in episodes],
+        [e.logprobs for e in episodes],
+        [e.versions for e in episodes],
+        [e.loss_mask for e in episodes],
+    )
+    arrays = [_join(c, d) for c, d in zip(columns, _DTYPES, strict=True)]
+    return [_pack_header(header), *arrays, b"".join(texts)]
+
+
+def unpack_group(frames: Sequence[Frame]) -> Group:
+    """7 frames -> Group, with arrays of its own. Raises ValueError."""
+    header = check_group(frames)
+    detail: GroupDetail = _decode(header.detail, _DETAIL)
+    G = len(header.lengths)
+    if not len(detail.finish_reasons) == len(detail.named_rewards) == len(detail.metadata) == G:
+        raise ValueError(f"a group's header must describe {G} episodes in every field")
+    prompts, ids, logprobs, versions, mask = (
+        np.frombuffer(f, d).astype(t) for f, d, t in zip(frames[1:6], _DTYPES, _CONVERSIONS, strict=True)
+    )
+    prompt_parts = _cut(prompts, header.prompt_lengths) * (G if len(header.prompt_lengths) == 1 else 1)
+    columns = [_cut(a, header.lengths) for a in (ids, logprobs, versions, mask.view(bool))]
+    texts = _cut(memoryview(frames[6]), header.text_lengths)
+    episodes = [
+        Episode(
+            prompt_ids=prompt_parts[i],
+            token_ids=columns[0][i],
+            logprobs=columns[1][i],
+            versions=columns[2][i],
+            loss_mask=columns[3][i],
+            reward=header.rewards[i],
+            finish_reason=detail.finish_reasons[i],
+            rewards=detail.named_rewards[i],
+            text=str(texts[i], "utf-8", "surrogatepass"),
+            metadata=detail.metadata[i],
+        )
+        for i in range(G)
+    ]
+    return Group(lease_id=header.lease_id, prompt=detail.prompt, episodes=episodes)
+
+
+def check_group(frames: Sequence[Frame]) -> GroupHeader:
+    """The header of a group whose frames have exactly the sizes that it announces; ValueError otherwise."""
+    if len(frames) != FRAMES_PER_GROUP:
+        raise ValueError(f"a group has {FRAMES_PER_GROUP} frames, got {len(frames)}")
+    header: GroupHeader = _unpack_header(frames[0], _GROUPS)
+    G, num_prompts = len(header.lengths), len(header.prompt_lengths)
+    if G == 0 or num_prompts not in (1, G) or len(header.text_lengths) != G or len(header.rewards) != G:
+        raise ValueError(f"a group's header must describe {max(G, 1)} episodes in every field")
+    P, T = sum(header.prompt_lengths), sum(header.lengths)
+    expected = (4 * P, 4 * T, 4 * T, 4 * T, T, sum(header.text_lengths))
+    got = tuple(_size(f) for f in frames[1:])
+    if got != expected:
+        raise ValueError(f"a group's frames must have {expected} bytes as its header says, got {got}")
+    if T and np.frombuffer(frames[5], np.uint8).max() > 1:
+        raise ValueError("a group's mask must hold 0 and 1 only")
+    return header
+
+
+def version_range(frames: Sequence[Frame]) -> tuple[int, int]:
+    """Smallest and largest version among the trained tokens of a checked group; NOT_SAMPLED when there is none."""
+    versions = np.frombuffer(frames[4], _DTYPES[3])[np.frombuffer(frames[5], bool)]
+    return (int(versions.min()), int(versions.max())) if len(versions) else (NOT_SAMPLED, NOT_SAMPLED)
+
+
+def _shared_prompts(episodes: list[Episode]) -> list[np.ndarray]:
+    prompts = [e.prompt_ids for e in episodes]
+    return prompts[:1] if all(np.array_equal(p, prompts[0]) for p in prompts[1:]) else prompts
+
+
+def _check_aligned(episode: Episode, prompt_id: int) -> None:
+    lengths = {len(a) for a in (episode.token_ids, episode.logprobs, episode.versions, episode.loss_mask)}
+    if len(lengths) != 1:
+        raise ValueError(
+            f"prompt {prompt_id}: token_ids, logprobs, versions and loss_mask must have one length, "
+            f"got {sorted(lengths)}"
+        )
+
+
+def _join(arrays: list[np.ndarray], dtype: np.dtype) -> memoryview:
+    joined = np.concatenate([np.asarray(a) for a in arrays]).astype(dtype, copy=False)
+    return memoryview(np.ascontiguousarray(joined)).cast("B") if joined.size else memoryview(b"")
+
+
+def _cut(whole: Any, lengths: list[int]) -> list[Any]:
+    ends = np.cumsum([0, *lengths]).tolist()
+    return [whole[a:b] for a, b in pairwise(ends)]
+
+
+def _pack_header(header: msgspec.Struct) -> bytes:
+    data = PREFIX + _encode(header)
+    if len(data) > MAX_HEADER_BYTES:
+        raise ValueError(f"a header may have {MAX_HEADER_BYTES} bytes, got {len(data)}: shorten prompts or metadata")
+    return data
+
+
+def _unpack_header(frame: Frame, decoder: msgspec.msgpack.Decoder[T]) -> T:
+    if _size(frame) > MAX_HEADER_BYTES:
+        raise ValueError(f"a header may have {MAX_HEADER_BYTES} bytes, got {_size(frame)}")
+    view = memoryview(frame)
+    start = bytes(view[:4])
+    if start[:3] != PREFIX[:3]:
+        raise ValueError(f"not a message of asyncrl: it starts with {start!r}")
+    if start != PREFIX:
+        raise ValueError(
+            f"the message has schema version {start[3] if len(start) > 3 else None}, this side speaks "
+            f"{SCHEMA_VERSION}: run the same asyncrl everywhere"
+        )
+    return _decode(view[4:], decoder)
+
+
+def _decode(data: Frame | msgspec.Raw, decoder: msgspec.msgpack.Decoder[T]) -> T:
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, RecursionError, OverflowError) as error:
+        raise ValueError(f"malformed message: {error}") from error
+
+
+def _encode(value: Any) -> bytes:
+    try:
+        return _ENCODER.encode(value)
+    except (TypeError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        raise ValueError(f"not plain data, so it cannot be sent: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """Numpy scalars and arrays in targets and metadata travel as numbers and lists."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is none of null, bool, number, string, list, dict")
+
+
+def _size(frame: Frame) -> int:
+    return memoryview(frame).nbytes
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+_REQUESTS = msgspec.msgpack.Decoder(Envelope)
+_REPLIES = msgspec.msgpack.Decoder(ReplyEnvelope)
+_GROUPS = msgspec.msgpack.Decoder(GroupHeader)
+_DETAIL = msgspec.msgpack.Decoder(GroupDetail)

@@ -1,0 +1,355 @@
+"""The server over real sockets: parking, retries, silence, restarts, processes that are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+from replay_helpers import make_group, make_run
+
+from asyncrl.config import SuperviseConfig
+from asyncrl.replay import messages, server, wire
+from asyncrl.replay.client import AsyncReplayClient, ReplayClient, Session, TakeTimeout
+from asyncrl.replay.messages import Lease
+
+
+@contextmanager
+def serving(run: object, bind: str = "tcp://127.0.0.1:*") -> Iterator[server.Server]:
+    """A server in a thread of this process; an error that ends it fails the test."""
+    service = server.make_service(run)
+    made = server.Server(service, bind=bind)
+    stop, errors = threading.Event(), []
+
+    def serve() -> None:
+        try:
+            made.run(stop)
+        except BaseException as error:  # noqa: BLE001  handed to the test's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield made
+    finally:
+        stop.set()
+        thread.join(10)
+        made.close()
+        if errors:
+            raise errors[0]
+
+
+def run_async(work: Callable[[AsyncReplayClient], Awaitable[object]], address: str, *, index: int = 0) -> object:
+    """One coroutine with a client of its own, bounded."""
+
+    async def main() -> object:
+        client = AsyncReplayClient(address, index=index)
+        try:
+            return await asyncio.wait_for(work(client), 30)
+        finally:
+            client.close()
+
+    return asyncio.run(main())
+
+
+async def answer(client: AsyncReplayClient, leases: list[Lease]) -> None:
+    for lease in leases:
+        assert await client.insert(make_group(lease.id, versions=[lease.version], prompt_id=lease.prompt.id))
+
+
+def test_groups_travel_from_generator_to_trainer(tmp_path: Path) -> None:
+    run = make_run(str(tmp_path), training={"batch_size": 2, "steps": 2}, target_lag=1)
+    with serving(run) as made:
+        trainer = ReplayClient(made.address, role="trainer")
+        trainer.publish(version=0, step=0)
+        trainer.announce("weights", "tcp://somewhere")
+
+        async def generate(client: AsyncReplayClient) -> None:
+            welcome = await client.hello()
+            assert (welcome.version, welcome.announced) == (0, {"weights": "tcp://somewhere"})
+            assert await client.lookup("weights", 5) == "tcp://somewhere"
+            await client.heartbeat({"tokens": 0.0, "busy_s": 0.0})
+            leases = await client.lease(3)
+            assert [lease.prompt.id for lease in leases] == [0, 1, 2]
+            await client.drop(leases[0].id, "filtered", num_tokens=5, reward=0.0, length=5.0)
+            await answer(client, leases[1:])
+
+        run_async(generate, made.address)
+        taken = trainer.take(step=1, num_groups=2, version=0, timeout_s=10)
+        assert [g.prompt.id for g in taken.groups] == [1, 2]
+        assert taken.metrics["ledger/balance"] == 0
+        assert taken.metrics["dropped/filtered"] == 1
+        assert taken.metrics["bias/dropped_length"] == 5
+        again = trainer.take(step=1, num_groups=2, version=0, timeout_s=10)
+        assert [g.lease_id for g in again.groups] == [g.lease_id for g in taken.groups]
+        trainer.close()
+
+
+def test_parked_requests_are_answered_by_the_change_they_wait_for(tmp_path: Path) -> None:
+    run = make_run(str(tmp_path), training={"batch_size": 1}, target_lag=0)
+    with serving(run) as made:
+        trainer = ReplayClient(made.address, role="trainer")
+
+        async def generate(client: AsyncReplayClient) -> list[int]:
+            waiting = asyncio.create_task(client.lease(1))
+            looking = asyncio.create_task(client.lookup("weights", 20))
+            while len(made.service.parked) < 2:  # both are parked
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(trainer.announce, "weights", "here")
+            assert await looking == "here"
+            await asyncio.to_thread(trainer.publish, version=0, step=0)
+            await answer(client, await waiting)
+            over = asyncio.create_task(client.lease(1))
+            taken = await asyncio.to_thread(trainer.take, step=1, num_groups=1, version=0, timeout_s=10)
+            await asyncio.to_thread(trainer.finish, "trained")
+            assert await over == []
+            return [g.prompt.id for g in taken.groups]
+
+        assert run_async(generate, made.address) == [0]
+        trainer.close()
+
+
+def test_take_that_times_out_says_who_could_have_ended_the_wait(tmp_path: Path) -> None:
+    run = make_run(str(tmp_path), training={"batch_size": 4}, target_lag=0)
+    with serving(run) as made:
+        trainer = ReplayClient(made.address, role="trainer")
+        trainer.publish(version=0, step=0)
+
+        async def lease(client: AsyncReplayClient) -> None:
+            await client.hello()
+            await answer(client, (await client.lease(4))[:1])
+
+        run_async(lease, made.address)
+        with pytest.raises(
+            TakeTimeout, match=r"trainer has waited \d s for 3 of 4 groups; 3 groups in flight, the oldest"
+        ):
+            trainer.take(step=1, num_groups=4, version=0, timeout_s=1.5)
+        trainer.close()
+
+
+def test_refused_request_raises_at_the_client_and_the_server_goes_on(tmp_path: Path) -> None:
+    with serving(make_run(str(tmp_path), training={"batch_size": 2})) as made:
+        trainer = ReplayClient(made.address, role="trainer")
+        with pytest.raises(ValueError, match="step 7 cannot be taken after step 0"):
+            trainer.take(step=7, num_groups=2, version=0, timeout_s=5)
+        assert trainer.status()["step"] == 0
+        trainer.close()
+
+
+def test_broken_invariant_ends_the_server_after_the_trainer_was_told(tmp_path: Path) -> None:
+    run = make_run(str(tmp_path), training={"batch_size": 1}, target_lag=0)
+
+    def work() -> None:
+        with serving(run) as made:
+            trainer = ReplayClient(made.address, role="trainer")
+            trainer.publish(version=0, step=0)
+
+            async def generate(client: AsyncReplayClient) -> None:
+                await answer(client, await client.lease(1))
+
+            run_async(generate, made.address)
+            with pytest.raises(RuntimeError, match="max_lag is 0"):
+                trainer.take(step=1, num_groups=1, version=9, timeout_s=5)
+            trainer.close()
+
+    with pytest.raises(RuntimeError, match="sampled at version 0, 9 versions before"):
+        work()
+
+
+def test_noise_and_strange_requests_are_counted_and_ignored(tmp_path: Path) -> None:
+    with serving(make_run(str(tmp_path))) as made:
+        context = zmq.Context()
+        with context.socket(zmq.DEALER) as noise:
+            noise.connect(made.address)
+            for frames in ([b""], [b"noise"], [wire.PREFIX + b"\xc1"], [b"ARL\xff" + b"\x90"], [b"x"] * 50):
+                noise.send_multipart(frames)
+            session = Session("generator", 0)
+            noise.send_multipart(session.pack(session.begin(), messages.Insert(lease_id=0), [b"x"]))
+            assert noise.poll(5000)
+            reply = wire.unpack_reply(noise.recv())
+            assert isinstance(reply.body, messages.Refused)
+        context.term()
+        client = ReplayClient(made.address, role="status")
+        status = client.status()
+        assert status["malformed"] == 5
+        assert status["ledger"]["ledger/started"] == 0
+        client.close()
+
+
+def test_repeated_and_late_requests_are_answered_once(tmp_path: Path) -> None:
+    run = make_run(str(tmp_path), training={"batch_size": 4}, target_lag=0)
+    with serving(run) as made:
+        trainer = ReplayClient(made.address, role="trainer")
+        trainer.publish(version=0, step=0)
+        context = zmq.Context()
+        with context.socket(zmq.DEALER) as dealer:
+            dealer.connect(made.address)
+            session = Session("generator", 0)
+            ask = session.pack(session.begin(), messages.AskLease(n=2))
+            leases = []
+            for _ in range(3):
+                dealer.send_multipart(ask)
+                assert dealer.poll(5000)
+                leases.append(wire.unpack_reply(dealer.recv()).body)
+            assert leases[0] == leases[1] == leases[2]
+            session.open.clear()
+            dealer.send_multipart(session.pack(session.begin(), messages.Hello()))
+            assert dealer.poll(5000)
+            dealer.recv()
+            dealer.send_multipart(ask)  # acknowledged long ago: a duplicate that some network kept
+            assert not dealer.poll(300)
+        context.term()
+        assert trainer.status()["ledger"]["ledger/started"] == 2
+        trainer.close()
+
+
+def test_client_that_does_not_read_does_not_hold_up_the_others(tmp_path: Path) -> None:
+    run = make_run(str(tmp_path), training={"batch_size": 2}, target_lag=1)
+    with serving(run) as made:
+        context = zmq.Context()
+        with context.socket(zmq.DEALER) as slow:
+            slow.setsockopt(zmq.RCVHWM, 1)
+            slow.setsockopt(zmq.RCVBUF, 4096)
+            slow.connect(made.address)
+            session = Session("status", 0)
+            for _ in range(3000):
+                slow.send_multipart(session.pack(session.begin(), messages.Status()))
+            other = ReplayClient(made.address, role="trainer")
+            start = time.monotonic()
+            other.publish(version=0, step=0)
+            assert other.status(timeout_s=20)["version"] == 0
+            assert time.monotonic() - start < 20
+            other.close()
+        context.term()
+
+
+def _lease_and_hang(address: str, leased: object) -> None:
+    async def work(client: AsyncReplayClient) -> None:
+        await client.hello()
+        await client.lease(2)
+        leased.set()  # type: ignore[attr-defined]
+        await asyncio.sleep(60)
+
+    run_async(work, address)
+
+
+def test_generator_killed_in_mid_lease_loses_it_to_another(tmp_path: Path) -> None:
+    run = make_run(str(tmp_path), training={"batch_size": 2}, target_lag=0)
+    run.config.supervise = SuperviseConfig(dead_after_s=2.5)
+    with serving(run) as made:
+        trainer = ReplayClient(made.address, role="trainer")
+        trainer.publish(version=0, step=0)
+        spawn = multiprocessing.get_context("spawn")
+        leased = spawn.Event()
+        victim = spawn.Process(target=_lease_and_hang, args=(made.address, leased))
+        victim.start()
+        assert leased.wait(30)
+        assert victim.pid is not None
+        os.kill(victim.pid, signal.SIGKILL)
+        victim.join(10)
+
+        async def take_over(client: AsyncReplayClient) -> None:
+            await client.hello()
+            leases = await client.lease(2)
+            while len(leases) < 2:
+                leases += await client.lease(2)
+            assert [(lease.prompt.id, lease.attempt) for lease in leases] == [(0, 1), (1, 1)]
+            await answer(client, leases)
+
+        run_async(take_over, made.address, index=1)
+        taken = trainer.take(step=1, num_groups=2, version=0, timeout_s=10)
+        assert taken.metrics["dropped/expired"] == 2
+        assert taken.metrics["ledger/balance"] == 0
+        trainer.close()
+
+
+def test_replacement_takes_the_leases_at_once_and_the_former_is_refused(tmp_path: Path) -> None:
+    with serving(make_run(str(tmp_path), training={"batch_size": 1}, target_lag=0)) as made:
+        trainer = ReplayClient(made.address, role="trainer")
+        trainer.publish(version=0, step=0)
+
+        async def former(client: AsyncReplayClient) -> None:
+            await client.hello()
+            (lease,) = await client.lease(1)
+            replacement = AsyncReplayClient(made.address)
+            await replacement.hello()
+            (again,) = await replacement.lease(1)
+            assert again.prompt == lease.prompt
+            replacement.close()
+            with pytest.raises(ValueError, match="give every generator its own --index"):
+                await client.insert(make_group(lease.id, versions=[0]))
+
+        run_async(former, made.address)
+        trainer.close()
+
+
+def test_generator_that_leaves_frees_its_leases(tmp_path: Path) -> None:
+    with serving(make_run(str(tmp_path), training={"batch_size": 1}, target_lag=0)) as made:
+        trainer = ReplayClient(made.address, role="trainer")
+        trainer.publish(version=0, step=0)
+
+        async def work(client: AsyncReplayClient) -> None:
+            await client.hello()
+            await client.lease(1)
+            await client.leave()
+
+        run_async(work, made.address)
+        assert trainer.status()["room"] == 1
+        trainer.close()
+
+
+def test_run_without_generators_ends_with_an_error_that_says_so(tmp_path: Path) -> None:
+    run = make_run(str(tmp_path), training={"batch_size": 1}, target_lag=0)
+    run.config.supervise = SuperviseConfig(grace_s=0.3, start_timeout_s=0.3)
+
+    def work() -> None:
+        with serving(run) as made:
+            trainer = ReplayClient(made.address, role="trainer")
+            trainer.publish(version=0, step=0)
+            with pytest.raises(RuntimeError, match="no generator has said hello yet"):
+                trainer.take(step=1, num_groups=1, version=0, timeout_s=20)
+            trainer.close()
+
+    with pytest.raises(RuntimeError, match="no generator has been alive"):
+        work()
+
+
+def test_address_that_others_can_reach_needs_keys(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="asyncrl keys new"):
+        server.Server(server.make_service(make_run(str(tmp_path))), bind="tcp://0.0.0.0:*")
+
+
+def test_clients_find_a_restarted_server(tmp_path: Path) -> None:
+    run = make_run(str(tmp_path), training={"batch_size": 1}, target_lag=0)
+    with serving(run) as made:
+        trainer = ReplayClient(made.address, role="trainer")
+        trainer.publish(version=0, step=0)
+    with serving(run, bind=made.address):
+        assert trainer.status(timeout_s=20)["version"] == -1
+        trainer.publish(version=0, step=0)
+    trainer.close()
+
+
+def test_server_process_writes_its_address_and_ends_when_told(tmp_path: Path) -> None:
+    run = make_run(str(tmp_path), training={"batch_size": 1}, journal=False)
+    spawn = multiprocessing.get_context("spawn")
+    stop = spawn.Event()
+    process = spawn.Process(target=server.serve, args=(run, stop))
+    process.start()
+    address = server.read_address(tmp_path, timeout_s=30)
+    client = ReplayClient(address, role="status")
+    assert client.status(timeout_s=20)["run"] == "run"
+    client.close()
+    stop.set()
+    process.join(20)
+    assert process.exitcode == 0
+    assert msgspec.json.decode((tmp_path / "address.json").read_bytes())["pid"] == process.pid

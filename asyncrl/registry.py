@@ -1,8 +1,11 @@
 """Names -> classes, for algorithms and environments. Three doors: a decorator, an import path, an entry point.
 
     @register_env("sorting")            in a module named with --import, or in `envs/`
-    --env my_pkg.my_env:MyEnv           an import path
+    --env my_pkg.my_env:MyEnv           an import path, or a file: my_env.py:MyEnv
     [project.entry-points."asyncrl.envs"] sorting = "my_pkg.my_env:MyEnv"
+
+A name may carry a parameter, `reasoning_gym:chain_sum`: the class called `reasoning_gym` makes the class for it in its
+classmethod `parametrised`. Names with commas are mixtures, `countdown:0.7,arithmetic:0.3`.
 
 Files in `envs/` and `algos/` register on import; they are imported one by one as names are asked for, and all of them
 only to list what there is. An unknown name is a ValueError that suggests the nearest one.
@@ -11,8 +14,10 @@ only to list what there is. An unknown name is a ValueError that suggests the ne
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
 import importlib.util
+import os
 import pkgutil
 import sys
 from collections.abc import Callable
@@ -26,9 +31,10 @@ T = TypeVar("T", bound=type)
 class Registry:
     """One kind of named class. `package` holds the built-in files, `group` is the entry-point group."""
 
-    def __init__(self, kind: str, package: str, group: str) -> None:
-        self.kind, self.package, self.group = kind, package, group
+    def __init__(self, kind: str, package: str, group: str, *, mixture: str | None = None) -> None:
+        self.kind, self.package, self.group, self.mixture = kind, package, group, mixture
         self._classes: dict[str, type] = {}
+        self._made: dict[str, type] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator: make the class known under `name`. A second, different class under one name is an error."""
@@ -43,16 +49,36 @@ class Registry:
         return add
 
     def get(self, name: str) -> type:
-        """The class called `name`: registered, a built-in file of that name, an entry point, or an import path."""
-        if (":" in name and "." in name.split(":")[0]) or name.endswith(".py"):
+        """The class called `name`: registered, built in, an entry point, an import path, or one with a parameter."""
+        if self.mixture is not None and "," in name:
+            return self._parametrised(self.mixture, name, name)
+        base, colon, parameter = name.partition(":")
+        if colon and ("." in base or "/" in base):
             return self._from_path(name)
-        if name not in self._classes:
-            self._load_builtin(name)
-        if name not in self._classes:
-            self._load_entry_points()
-        if name not in self._classes:
-            raise ValueError(self._unknown(name))
-        return self._classes[name]
+        if self._find(name):
+            return self._classes[name]
+        if colon and self._find(base):
+            return self._parametrised(base, parameter, name)
+        if colon and _importable(base):
+            return self._from_path(name)
+        raise ValueError(self._unknown(base))
+
+    def _find(self, name: str) -> bool:
+        """Look for a registered name, loading what might register it."""
+        for load in (lambda: None, lambda: self._load_builtin(name), self._load_entry_points):
+            load()
+            if name in self._classes:
+                return True
+        return False
+
+    def _parametrised(self, base: str, parameter: str, name: str) -> type:
+        """The class that `base` makes for `parameter`: one and the same each time, so that types can be compared."""
+        if name not in self._made:
+            make = getattr(self.get(base), "parametrised", None)
+            if make is None:
+                raise ValueError(f"{self.kind} {base!r} takes no parameter, got {name!r}")
+            self._made[name] = make(parameter)
+        return self._made[name]
 
     def all(self) -> dict[str, type]:
         """Every class there is, by name; imports all built-in files."""
@@ -77,10 +103,10 @@ class Registry:
             self._classes.setdefault(point.name, point.load())
 
     def _from_path(self, path: str) -> type:
-        module, _, attribute = path.partition(":")
+        source, _, attribute = path.partition(":")
         try:
-            found = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
+            found = getattr(import_user_module(source), attribute)
+        except (ValueError, AttributeError) as error:
             raise ValueError(f"{self.kind} {path!r} cannot be imported: {error}") from error
         if not isinstance(found, type):
             raise ValueError(f"{self.kind} {path!r} must be a class, got {type(found).__name__}")
@@ -94,7 +120,7 @@ class Registry:
 
 
 ALGOS = Registry("algorithm", "asyncrl.algos", "asyncrl.algos")
-ENVS = Registry("environment", "asyncrl.envs", "asyncrl.envs")
+ENVS = Registry("environment", "asyncrl.envs", "asyncrl.envs", mixture="mixture")
 
 
 def register_algo(name: str) -> Callable[[T], T]:
@@ -109,21 +135,41 @@ def register_env(name: str) -> Callable[[T], T]:
 
 def import_user_module(target: str) -> Any:
     """Import `my_pkg.module` or `path/to/file.py`, for the registrations it makes. Raises ValueError when it cannot."""
-    path = Path(target)
     if target.endswith(".py"):
-        if not path.exists():
-            raise ValueError(f"--import {target}: there is no such file")
-        name = f"asyncrl_user_{path.stem}"
-        if name in sys.modules:
-            return sys.modules[name]
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-        return module
+        return _import_file(Path(target))
+    _look_here()
     try:
         return importlib.import_module(target)
     except ImportError as error:
-        raise ValueError(f"--import {target}: {error}") from error
+        raise ValueError(f"module {target!r}: {error}") from error
+
+
+def _import_file(path: Path) -> Any:
+    if not path.exists():
+        raise ValueError(f"there is no file {path}")
+    # The folder is part of the name, so that two files called env.py are two modules.
+    name = f"asyncrl_user_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _importable(module: str) -> bool:
+    _look_here()
+    return importlib.util.find_spec(module) is not None
+
+
+def _look_here() -> None:
+    """A console script does not look for modules in the working directory; `python -m` does, and users expect it."""
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())

@@ -35,20 +35,31 @@ class ModelConfig(Section):
 
 
 class DatasetConfig(Section):
-    """Where prompts come from, for environments that read a dataset."""
+    """Where prompts come from, for environments that read a dataset. What is none is the environment's own choice."""
 
     path: str | None = None
-    """A hub name, a local folder, or a .jsonl, .parquet or .csv file."""
-    split: str = "train"
-    """The split to train on."""
+    """A hub name, a local folder, or a .jsonl, .json, .parquet or .csv file."""
+    name: str | None = None
+    """The configuration of a hub dataset that has several."""
+    split: str | None = None
+    """The split to train on; none: the environment's, mostly `train`."""
+    eval_split: str | None = None
+    """The split to evaluate on; none: the environment's, or the training split where it names none."""
+    prompt_key: str | None = None
+    """The column that holds the prompt, as text or as a list of chat messages; none: the environment's, mostly
+    `question`."""
+    answer_key: str | None = None
+    """The column that holds the reference answer; none: the environment's, mostly `answer`."""
     streaming: bool = False
     """Read as a stream instead of downloading first."""
-    prompt_key: str = "question"
-    """The column that holds the prompt."""
-    answer_key: str = "answer"
-    """The column that holds the reference answer."""
     shuffle: bool = True
-    """Shuffle by the run's seed."""
+    """Shuffle by the run's seed, differently in each epoch."""
+    shuffle_buffer: Count = 10_000
+    """Rows that a stream shuffles among."""
+    epochs: Count | None = None
+    """How often the data may be seen; none: as often as the run needs."""
+    limit: Count | None = None
+    """Use only this many rows from the start of the split."""
 
 
 class LoraConfig(Section):

@@ -24,6 +24,7 @@ from asyncrl import keys
 from asyncrl.algorithm import Algorithm
 from asyncrl.checks import check
 from asyncrl.config import Config
+from asyncrl.data import with_dataset
 from asyncrl.demo import TINY
 from asyncrl.env import Env
 from asyncrl.registry import ALGOS, ENVS, Registry, import_user_module
@@ -66,7 +67,7 @@ def resolve(config: Config) -> Run:
         import_user_module(target)
     algo_cls, env_cls = _cls(ALGOS, config.algo, Algorithm), _cls(ENVS, config.env, Env)
     algo = _build(algo_cls, config.algo, section="algo")
-    env = _build(env_cls, {"seed": config.seed, **config.env}, section="env")
+    env = with_dataset(_build(env_cls, {"seed": config.seed, **config.env}, section="env"), config.dataset)
     replay, generation = config.replay, config.generation
     lag = replay.target_lag
     again = replay.reuse - -(-replay.reuse // max(1, config.training.batch_size))  # what reuse adds (replay/limiter.py)
@@ -80,7 +81,8 @@ def resolve(config: Config) -> Run:
         config,
         run_dir=config.run_dir if config.run_dir is not None else str(_free_dir(Path("runs") / config.name)),
         algo={"name": config.algo["name"], **msgspec.to_builtins(algo)},
-        env={"name": config.env["name"], **msgspec.to_builtins(env)},
+        env={"name": config.env["name"], **_but_dataset(msgspec.to_builtins(env))},
+        dataset=getattr(env, "dataset", config.dataset),
         replay=msgspec.structs.replace(replay, max_lag=max_lag, capacity_groups=capacity),
         generation=msgspec.structs.replace(generation, max_groups=groups),
         training=msgspec.structs.replace(config.training, warmup_sft_steps=warmup if warmup is not None else 0),
@@ -146,6 +148,11 @@ def _build(cls: type, values: Mapping[str, Any], *, section: str) -> Any:
     """The Struct of a section from its own keys; the name itself is the registry's."""
     own = {k: v for k, v in values.items() if k != "name"}
     return keys.convert(own, cls, section=section)
+
+
+def _but_dataset(env: keys.Tree) -> keys.Tree:
+    """The env section as it is written: a dataset has a section of its own."""
+    return {key: value for key, value in env.items() if key != "dataset"}
 
 
 def _free_dir(wanted: Path) -> Path:

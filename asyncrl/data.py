@@ -1,0 +1,148 @@
+"""Rows of a dataset in an order that the seed fixes, from any position: the hub, folders, JSON lines, Parquet, CSV.
+
+Environments that read data call `rows`; `settings.resolve` calls `with_dataset`. Everything goes through the Hugging
+Face `datasets` library, which is imported when the first row is asked for and not before. What cannot be read is a
+ValueError of one line.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from asyncrl.config import DatasetConfig
+from asyncrl.env import Env
+
+FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+OWN_CHOICE = ("path", "name", "split", "eval_split", "prompt_key", "answer_key")
+"""Keys that an environment has an opinion on: none in the configuration leaves its own."""
+
+
+class Row(NamedTuple):
+    """One row at one position of the stream; positions go on from epoch to epoch."""
+
+    position: int
+    prompt: Any
+    answer: Any
+
+
+def with_dataset(env: Env, given: DatasetConfig) -> Env:
+    """The environment with the configuration's `dataset` section on top of its own defaults.
+
+    An environment reads a dataset when it has a field `dataset` of type DatasetConfig. Raises ValueError when it has
+    none and the section says anything.
+    """
+    own = getattr(env, "dataset", None)
+    if own is None:
+        changed = [k for k in DatasetConfig.__struct_fields__ if getattr(given, k) != getattr(DatasetConfig(), k)]
+        if changed:
+            raise ValueError(f"dataset.{changed[0]} has no effect: environment {type(env).__name__} reads no dataset")
+        return env
+    return msgspec.structs.replace(env, dataset=_merged(own, given))
+
+
+def _merged(own: DatasetConfig, given: DatasetConfig) -> DatasetConfig:
+    kept = {key: getattr(own, key) for key in OWN_CHOICE if getattr(given, key) is None}
+    if given.path is not None and given.path != own.path:
+        kept.pop("name", None)  # the name of a configuration belongs to the path it was written for
+    return msgspec.structs.replace(given, **kept)
+
+
+def for_evaluation(config: DatasetConfig) -> DatasetConfig:
+    """The same data, the evaluation split, each row once. A single file has one split, `train`, and parts of it."""
+    single = config.path is not None and Path(config.path).suffix in FORMATS
+    split = config.eval_split
+    if split is None or (single and not split.startswith("train")):
+        split = config.split
+    return msgspec.structs.replace(config, split=split, epochs=1)
+
+
+def rows(config: DatasetConfig, *, seed: int, start: int = 0) -> Iterator[Row]:
+    """Yield rows from position `start`: the same rows as without `start`, also in a stream. Raises ValueError.
+
+    A stream is read again up to `start`, since what a shuffle buffer holds cannot be known otherwise.
+    """
+    read = _stream_rows if config.streaming else _table_rows
+    for position, row in read(config, _open(config), seed, start):
+        yield Row(position, row[config.prompt_key], row[config.answer_key] if config.answer_key else None)
+
+
+def _table_rows(config: DatasetConfig, table: Any, seed: int, start: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    _require_columns(config, table.column_names)
+    size = len(table) if config.limit is None else min(config.limit, len(table))
+    if not size:
+        raise ValueError(f"dataset {config.path!r} has no rows in split {config.split!r}")
+    for epoch in _epochs(config, start // size):
+        order = np.random.default_rng((abs(seed), epoch)).permutation(size) if config.shuffle else np.arange(size)
+        first = max(0, start - epoch * size)
+        for offset in range(first, size):
+            yield epoch * size + offset, table[int(order[offset])]
+
+
+def _stream_rows(config: DatasetConfig, stream: Any, seed: int, start: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    if config.limit is not None:
+        stream = stream.take(config.limit)
+    if config.shuffle:
+        stream = stream.shuffle(seed=abs(seed), buffer_size=config.shuffle_buffer)
+    position = 0
+    for epoch in _epochs(config, 0):
+        stream.set_epoch(epoch)
+        before = position
+        for row in stream:
+            if position == 0:
+                _require_columns(config, list(row))
+            if position >= start:
+                yield position, row
+            position += 1
+        if position == before:
+            raise ValueError(f"dataset {config.path!r} has no rows in split {config.split!r}")
+
+
+def _epochs(config: DatasetConfig, first: int) -> Iterator[int]:
+    return iter(count(first)) if config.epochs is None else iter(range(first, config.epochs))
+
+
+def _open(config: DatasetConfig) -> Any:
+    """A Dataset or an IterableDataset."""
+    if config.path is None:
+        raise ValueError("dataset.path is not set: give a hub name, a folder, or a .jsonl, .parquet or .csv file")
+    import datasets
+
+    path, split = Path(config.path).expanduser(), config.split or "train"
+    try:
+        if path.suffix in FORMATS:
+            if not path.is_file():
+                raise FileNotFoundError("there is no such file")
+            files = {"train": str(path)}
+            return datasets.load_dataset(
+                FORMATS[path.suffix], data_files=files, split=split, streaming=config.streaming
+            )
+        if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+            saved = datasets.load_from_disk(str(path))
+            table = saved[split] if isinstance(saved, datasets.DatasetDict) else saved
+            return table.to_iterable_dataset() if config.streaming else table
+        return datasets.load_dataset(str(path), config.name, split=split, streaming=config.streaming)
+    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(f"dataset.path {config.path!r}: {_one_line(error)}") from error
+
+
+def _require_columns(config: DatasetConfig, columns: list[str]) -> None:
+    for key in ("prompt_key", "answer_key"):
+        wanted = getattr(config, key)
+        if wanted is not None and wanted not in columns:
+            near = difflib.get_close_matches(wanted, columns, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(
+                f"dataset.{key} {wanted!r} is not a column of {config.path}{hint} (columns: {', '.join(columns)})"
+            )
+
+
+def _one_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

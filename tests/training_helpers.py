@@ -11,9 +11,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from asyncrl.algorithm import Algorithm
 from asyncrl.config import Config
+from asyncrl.training.batch import Sequences, micro_batches
 from asyncrl.training.model import Policy, load_policy
 from asyncrl.training.ranks import Ranks, join_ranks, make_mesh
+from asyncrl.training.step import Learner
+from asyncrl.training.totals import Totals
 from asyncrl.types import Episode, Group, Prompt
 
 
@@ -86,6 +90,22 @@ def random_groups(
         prompt = Prompt(id=index, prompt="")
         groups.append(Group(lease_id=index, prompt=prompt, episodes=[one() for _ in range(size)]))
     return groups
+
+
+def gradients(learner: Learner, sequences: Sequences) -> dict[str, torch.Tensor]:
+    """Whole gradients of the first minibatch, by name; collective."""
+    totals = Totals()
+    minibatches = learner._before(micro_batches(sequences, config=learner.config, ranks=learner.ranks))
+    for micro in minibatches[0]:
+        learner.accumulate(micro, totals)
+    named = {n: p.grad.full_tensor().clone() for n, p in learner.policy.named_parameters() if p.grad is not None}
+    learner.optimizer.zero_grad()
+    return named
+
+
+def make_learner(algo: Algorithm, config: Config, ranks: Ranks) -> Learner:
+    policy = load_policy(config, ranks, make_mesh(config.parallelism, ranks))
+    return Learner(policy=policy, algo=algo, config=config, ranks=ranks, reference=None)
 
 
 def run_ranks(script: str, num_ranks: int, *arguments: str, timeout_s: float = 120) -> None:

@@ -1,7 +1,7 @@
 """Groups -> the sequences of one optimiser batch with everything a loss needs -> this rank's micro-batches.
 
-`prepare` runs on rank 0 and judges the whole batch: advantages, weights, ages. Its result travels to all ranks as bytes;
-each makes its own micro-batches from it. Arrays alone here; no process, no policy, no device but the one it is told.
+`prepare` runs on rank 0 and judges the whole batch: advantages, weights, ages. Its result travels to all ranks as
+bytes; each makes its own micro-batches from it. Arrays alone here: no process, no policy.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def make_optimizer(policy: nn.Module, config: TrainingConfig) -> torch.optim.Ada
 
 
 def learning_rate(config: TrainingConfig, step: int) -> float:
-    """The rate of `step`, counted from 1: a linear rise over warmup_steps, then the schedule down to 0 after the last."""
+    """The rate of `step`, counted from 1: a linear rise over warmup_steps, then the schedule, 0 after the last."""
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
     progress = (step - 1 - config.warmup_steps) / max(1, config.steps - config.warmup_steps)

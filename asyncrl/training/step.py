@@ -1,13 +1,13 @@
 """One optimiser batch: forward, loss, backward over micro-batches, clip, step. The same on one rank and on many.
 
 Called by trainer.py with a batch that rank 0 prepared (batch.py), and by anything that wants the same step without
-processes. The loss weights were computed over the whole global batch, gradients are summed over ranks, and so the result
-does not depend on how the batch was cut.
+processes. The loss weights were computed over the whole global batch and gradients are summed over ranks, so the
+result does not depend on how the batch was cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from asyncrl.algorithm import Algorithm
 from asyncrl.config import Config
 from asyncrl.losses import diagnostics
+from asyncrl.losses.tokens import LOG_BOUND
 from asyncrl.training.batch import MicroBatch, Sequences, micro_batches
 from asyncrl.training.model import Policy, reshard
 from asyncrl.training.optimizer import apply_gradients, learning_rate, make_optimizer
@@ -46,14 +47,16 @@ class Learner:
         torch.manual_seed(hash((self.config.seed, step, self.ranks.rank)) & 0x7FFFFFFF)
         flex = self.policy.kind == "flex"
         minibatches = micro_batches(sequences, config=self.config, ranks=self.ranks, flex=flex)
-        minibatches = self._before(minibatches)
-        totals = Totals()
-        for minibatch in minibatches:
+        batch_totals = Totals()
+        for minibatch in self._before(minibatches):
+            totals = Totals()
             for index, micro in enumerate(minibatch):
                 self.policy.set_is_last_backward(index == len(minibatch) - 1)
                 self.accumulate(micro, totals)
+            totals = totals.over_ranks(self.ranks)
             self._apply(totals, step)
-        return self._report(totals.over_ranks(self.ranks), step)
+            batch_totals.merge(totals)
+        return report(batch_totals)
 
     def accumulate(self, micro: MicroBatch, totals: Totals) -> None:
         """Forward and backward of one micro-batch; adds to the gradients and to the totals."""
@@ -73,7 +76,7 @@ class Learner:
         if self.config.training.entropy_coef:
             loss = loss - self.config.training.entropy_coef * (entropy_T * batch.weights_T).sum()
         loss.backward()
-        self._count(totals, micro, logprobs_T.detach(), entropy_T.detach(), loss.detach(), metrics)
+        count(totals, micro, logprobs_T.detach(), entropy_T.detach(), loss.detach(), metrics)
 
     @torch.no_grad()
     def _before(self, minibatches: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
@@ -87,70 +90,84 @@ class Learner:
             if self.needs.proximal:
                 pairs = zip(flat, logprobs, strict=True)
                 flat = [replace(m, batch=replace(m.batch, proximal_T=own)) for m, own in pairs]
-            if self.needs.statistics:
-                statistics = self._statistics(flat, logprobs)
-                flat = [replace(m, batch=replace(m.batch, statistics=statistics)) for m in flat]
         rest = iter(flat)
-        return [[next(rest) for _ in minibatch] for minibatch in minibatches]
+        minibatches = [[next(rest) for _ in minibatch] for minibatch in minibatches]
+        if self.needs.statistics:
+            of_pass = iter(logprobs)
+            minibatches = [self._with_statistics(m, [next(of_pass) for _ in m]) for m in minibatches]
+        return minibatches
 
-    def _statistics(self, micros: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> dict[str, Tensor]:
+    def _with_statistics(self, minibatch: list[MicroBatch], logprobs: list[Tensor]) -> list[MicroBatch]:
+        """Sums over one optimiser step's tokens on all ranks, handed to each of its micro-batches."""
         totals = Totals()
-        for micro, logprobs_T in zip(micros, logprobs, strict=True):
+        for micro, logprobs_T in zip(minibatch, logprobs, strict=True):
             if len(logprobs_T):
                 for name, value in self.algo.statistics(logprobs_T, micro.batch).items():
                     totals.add(name, value)
         sums = totals.over_ranks(self.ranks).sums
-        return {name: value.to(self.ranks.device) for name, value in sums.items()}
+        statistics = {name: value.to(self.ranks.device) for name, value in sums.items()}
+        return [replace(m, batch=replace(m.batch, statistics=statistics)) for m in minibatch]
 
     def _apply(self, totals: Totals, step: int) -> None:
+        """One optimiser step with the gradients so far; adds what it did to the (global) totals.
+
+        Nothing trained (every response masked) is no step: moments alone would move the weights.
+        """
         training = self.config.training
         rate = learning_rate(training, step)
-        norm, taken = apply_gradients(self.policy, self.optimizer, rate=rate, max_norm=training.max_grad_norm)
-        first = self.ranks.is_first  # the norm is global already
-        totals.add("optimizer_steps", float(first))
-        totals.add("skipped", float(first and not taken))
+        if totals.number("tokens"):
+            rate *= self.algo.lr_scale(report(totals))
+            norm, taken = apply_gradients(self.policy, self.optimizer, rate=rate, max_norm=training.max_grad_norm)
+        else:
+            self.optimizer.zero_grad(set_to_none=True)
+            norm, taken = 0.0, False
+        totals.add("optimizer_steps", 1.0)
+        totals.add("skipped", float(not taken))
+        totals.add("rate", rate)
         totals.highest("grad_norm", norm)
 
-    def _count(
-        self,
-        totals: Totals,
-        micro: MicroBatch,
-        logprobs_T: Tensor,
-        entropy_T: Tensor,
-        loss: Tensor,
-        metrics: dict[str, Tensor],
-    ) -> None:
-        with torch.no_grad():
-            totals.add("loss", loss)
-            totals.add("tokens", float(len(logprobs_T)))
-            totals.add("computed", float(micro.num_tokens))
-            totals.add("entropy", entropy_T.double().sum())
-            for name, value_T in metrics.items():
-                totals.add(f"algo/{name}", value_T.double().sum())
-            for name, value in diagnostics.sums(logprobs_T, micro.batch).items():
-                totals.add(f"diagnostics/{name}", value)
-            totals.highest("ratio", (logprobs_T - micro.batch.behaviour_T).double().max())
-            if micro.batch.reference_T is not None:
-                totals.add("kl_ref", (logprobs_T - micro.batch.reference_T).double().sum())
 
-    def _report(self, totals: Totals, step: int) -> dict[str, float]:
-        tokens = max(totals.number("tokens"), 1.0)
-        steps = max(totals.number("optimizer_steps"), 1.0)
-        row = {
-            "loss": totals.number("loss") / steps,
-            "tokens/trained": totals.number("tokens"),
-            "tokens/computed": totals.number("computed"),
-            "policy/entropy": totals.number("entropy") / tokens,
-            "policy/grad_norm": float(totals.maxima["grad_norm"]),
-            "optimizer/learning_rate": learning_rate(self.config.training, step),
-            "optimizer/skipped": totals.number("skipped"),
-        }
-        if "ratio" in totals.maxima:
-            row["ratio/max"] = float(totals.maxima["ratio"].clamp(-20, 20).exp())
-            prefix = "diagnostics/"
-            parts = {n.removeprefix(prefix): v for n, v in totals.sums.items() if n.startswith(prefix)}
-            row |= diagnostics.report(parts)
-        if "kl_ref" in totals.sums:
-            row["policy/kl_ref"] = totals.number("kl_ref") / tokens
-        row |= {n.removeprefix("algo/"): float(v) / tokens for n, v in totals.sums.items() if n.startswith("algo/")}
+@torch.no_grad()
+def count(
+    totals: Totals, micro: MicroBatch, logprobs_T: Tensor, entropy_T: Tensor, loss: Tensor, metrics: dict[str, Tensor]
+) -> None:
+    """Add one micro-batch to the totals."""
+    totals.add("loss", loss)
+    totals.add("tokens", float(len(logprobs_T)))
+    totals.add("computed", float(micro.num_tokens))
+    totals.add("entropy", entropy_T.double().sum())
+    for name, value_T in metrics.items():
+        totals.add(f"algo/{name}", diagnostics.by_lag(value_T, micro.batch.lags_T))
+    for name, value in diagnostics.sums(logprobs_T, micro.batch).items():
+        totals.add(f"diagnostics/{name}", value)
+    totals.highest("log_ratio", (logprobs_T - micro.batch.behaviour_T).double().max())
+
+
+def report(totals: Totals) -> dict[str, float]:
+    """Global totals -> metrics: averages over all trained tokens; a name ending in `_by_lag/k` over those of lag k."""
+    tokens, steps = max(totals.number("tokens"), 1.0), max(totals.number("optimizer_steps"), 1.0)
+    row = {
+        "loss": totals.number("loss") / steps,
+        "tokens/trained": totals.number("tokens"),
+        "tokens/computed": totals.number("computed"),
+        "policy/entropy": totals.number("entropy") / tokens,
+        "optimizer/learning_rate": totals.number("rate") / steps,
+        "optimizer/skipped": totals.number("skipped"),
+    }
+    if "grad_norm" in totals.maxima:
+        row["policy/grad_norm"] = float(totals.maxima["grad_norm"])
+    if "log_ratio" not in totals.maxima:
         return row
+    row["ratio/max"] = float(totals.maxima["log_ratio"].clamp(-LOG_BOUND, LOG_BOUND).exp())
+    parts = _under("diagnostics/", totals)
+    row |= diagnostics.report(parts)
+    lags = parts["tokens"].nonzero().flatten().tolist()
+    for name, by_lag in _under("algo/", totals).items():
+        row[name] = float(by_lag.sum()) / tokens
+        if len(lags) > 1:
+            row |= {f"{name}_by_lag/{lag}": float(by_lag[lag] / parts["tokens"][lag]) for lag in lags}
+    return row
+
+
+def _under(prefix: str, totals: Totals) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in totals.sums.items() if name.startswith(prefix)}

@@ -1,6 +1,6 @@
 """Sums and maxima that are added up over micro-batches and ranks, so that every metric is one of the global batch.
 
-Used by step.py. Names may differ between ranks (a rank with an empty micro-batch has fewer); the result is the same on all.
+Used by step.py. Names may differ between ranks (one with an empty micro-batch has fewer); the result is the same.
 """
 
 from __future__ import annotations
@@ -27,6 +27,13 @@ class Totals:
     def highest(self, name: str, value: Tensor | float) -> None:
         value = torch.as_tensor(value).detach().double()
         self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
+
+    def merge(self, other: Totals) -> None:
+        """Add another's sums and keep the larger maxima."""
+        for name, value in other.sums.items():
+            self.add(name, value)
+        for name, value in other.maxima.items():
+            self.highest(name, value)
 
     def over_ranks(self, ranks: Ranks) -> Totals:
         """The totals of all ranks, on all ranks; added in order of rank, so that all get the same bits."""

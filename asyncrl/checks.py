@@ -7,7 +7,6 @@ What only one algorithm knows (corrections, its own keys) is refused by that alg
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -21,9 +20,11 @@ def check(run: Run) -> None:
     """Raise ValueError for the first thing in `run` that cannot work."""
     for refuse in (_lag, _capacity, _batch, _lengths, _proximal, _processes, _sampling, _addresses, _trackers):
         refuse(run)
-    own: Callable[..., None] | None = getattr(run.algo, "check", None)  # optional in the protocol
-    if own is not None:
-        own(training=run.config.training, replay=run.config.replay)
+    run.algo.check(training=run.config.training, replay=run.config.replay)
+    try:
+        run.env.check()
+    except NotImplementedError as error:
+        raise ValueError(str(error)) from None
 
 
 def _lag(run: Run) -> None:

@@ -120,6 +120,8 @@ def convert(tree: Mapping[str, Any], struct: type, *, section: str = "") -> Any:
         return msgspec.convert(typed(tree, struct), struct, strict=False)
     except msgspec.ValidationError as error:
         what, _, where = str(error).partition(" - at `$")
+        if not what.startswith(("Expected", "Invalid enum")):  # a Struct's own __post_init__ says it best
+            raise ValueError(what) from None
         where = where.rstrip("`").lstrip(".")
         value, kind = _at(tree, struct, where)
         wanted = what.partition(",")[0].removeprefix("Expected ").replace("`", "")

@@ -114,9 +114,14 @@ class Registry:
 
     def _unknown(self, name: str) -> str:
         known = sorted(set(self._classes) | set(self._builtin_names()))
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        near = difflib.get_close_matches(name, known, n=4)
+        alike = [(-_similarity(name, k), not k.startswith(name[:2]), k) for k in near]  # equal: same beginning first
+        hint = f"; did you mean {min(alike)[2]!r}?" if alike else ""
         return f"no {self.kind} is called {name!r}{hint} (known: {', '.join(known)})"
+
+
+def _similarity(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a, b).ratio()
 
 
 ALGOS = Registry("algorithm", "asyncrl.algos", "asyncrl.algos")

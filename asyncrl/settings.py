@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,15 @@ import msgspec
 import yaml
 
 from asyncrl import keys
-from asyncrl.algorithm import Algorithm
+from asyncrl.algorithm import Algorithm, as_algorithm
 from asyncrl.checks import check
 from asyncrl.config import Config
 from asyncrl.data import with_dataset
 from asyncrl.demo import TINY
 from asyncrl.env import Env
-from asyncrl.registry import ALGOS, ENVS, Registry, import_user_module
+from asyncrl.registry import ALGOS, ENVS, import_user_module
 
-__all__ = ["Run", "check", "load", "load_run", "resolve", "save"]
+__all__ = ["Run", "check", "dump", "import_all", "load", "load_run", "resolve", "resume", "save"]
 
 _SHAPING = {"top_p", "top_k", "min_p"}
 
@@ -63,11 +63,10 @@ def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = N
 
 def resolve(config: Config) -> Run:
     """Fill in what depends on other keys, and build the algorithm and the environment. Idempotent."""
-    for target in config.imports:
-        import_user_module(target)
-    algo_cls, env_cls = _cls(ALGOS, config.algo, Algorithm), _cls(ENVS, config.env, Env)
-    algo = _build(algo_cls, config.algo, section="algo")
-    env = with_dataset(_build(env_cls, {"seed": config.seed, **config.env}, section="env"), config.dataset)
+    import_all(config.imports)
+    algo = _build(as_algorithm(ALGOS.get(str(config.algo["name"]))), config.algo, section="algo")
+    env = _build(_env_class(str(config.env["name"])), {"seed": config.seed, **config.env}, section="env")
+    env = with_dataset(env, config.dataset)
     replay, generation = config.replay, config.generation
     lag = replay.target_lag
     again = replay.reuse - -(-replay.reuse // max(1, config.training.batch_size))  # what reuse adds (replay/limiter.py)
@@ -112,6 +111,31 @@ def load_run(run_dir: str | Path) -> Run:
     return resolve(msgspec.structs.replace(config, run_dir=str(run_dir)))
 
 
+def resume(target: str, overrides: Mapping[str, Any] | None = None) -> Run:
+    """The run in folder `target` (`auto`: the newest under runs/), with overrides, to be continued."""
+    run_dir = _newest_run() if target == "auto" else Path(target)
+    path = run_dir / "config.yaml"
+    if not path.exists():
+        raise ValueError(f"--resume {target}: {run_dir} is not a run folder, it has no config.yaml")
+    tree = _read(path)
+    for key, value in (overrides or {}).items():
+        keys.put(tree, key, value)
+    return resolve(msgspec.structs.replace(keys.convert(_named(tree), Config), run_dir=str(run_dir)))
+
+
+def import_all(targets: Iterable[str]) -> None:
+    """Import modules or .py files for their registrations."""
+    for target in targets:
+        import_user_module(target)
+
+
+def _newest_run() -> Path:
+    found = sorted(Path("runs").glob("*/config.yaml"), key=lambda p: p.stat().st_mtime)
+    if not found:
+        raise ValueError("--resume auto: there is no run under runs/")
+    return found[-1].parent
+
+
 def _read(path: Path) -> keys.Tree:
     """A YAML or TOML file as a tree."""
     if not path.exists():
@@ -137,10 +161,10 @@ def _named(tree: keys.Tree) -> keys.Tree:
     return tree
 
 
-def _cls(registry: Registry, section: Mapping[str, Any], base: type) -> type:
-    found = registry.get(str(section["name"]))
-    if not issubclass(found, base):
-        raise ValueError(f"{registry.kind} {section['name']!r} must subclass asyncrl.{base.__name__}")
+def _env_class(name: str) -> type[Env]:
+    found = ENVS.get(name)
+    if not issubclass(found, Env):
+        raise ValueError(f"environment {name!r} must subclass asyncrl.Env")
     return found
 
 

@@ -1,10 +1,12 @@
 """Settings: what is read, what is overridden, and what is refused: in one line that names the key and the remedy."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl import Algorithm, Env, keys, register_algo, register_env
+from asyncrl import Algorithm, Env, Prompt, keys, register_algo, register_env
 from asyncrl.algorithm import Needs
 from asyncrl.config import Config
 from asyncrl.settings import check, load, load_run, resolve, save
@@ -25,6 +27,15 @@ class Proximal(Algorithm):
 @register_env("settings_env")
 class Task(Env):
     num_digits: int = 5
+
+    def prompts(self, start=0):
+        for index in itertools.count(start):
+            yield Prompt(id=index, prompt="?")
+
+
+@register_env("settings_unfinished")
+class Unfinished(Env):
+    pass
 
 
 BASE = {"algo.name": "settings_algo", "env.name": "settings_env"}
@@ -81,6 +92,7 @@ def test_wrong_type_names_the_path_and_the_value():
         ({"metrics__trackers": ["tensorbord"]}, "known: console"),
         ({"services__generator__num_replicas": 0}, "at least 1"),
         ({"algo__name": "settings_proximal"}, "minibatches to 2"),
+        ({"env__name": "settings_unfinished"}, "must define prompts"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_remedy(overrides, remedy):
@@ -160,7 +172,7 @@ def test_a_folder_without_a_run_says_so(tmp_path):
 
 def test_a_new_run_never_takes_the_folder_of_another(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    first, second = settled(name="x"), None
+    first = settled(name="x")
     save(first)
     second = settled(name="x")
     assert (first.config.run_dir, second.config.run_dir) == ("runs/x", "runs/x-2")

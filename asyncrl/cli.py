@@ -1,0 +1,179 @@
+"""The command `asyncrl`. Turns words into calls and errors into one line and an exit code; does no work itself.
+
+Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted. Everything heavy is imported by the command that needs it,
+so `asyncrl --help` imports neither torch nor vLLM nor pandas.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from asyncrl import help as pages
+from asyncrl.arguments import Arguments, parse
+from asyncrl.keys import nearest
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    try:
+        args = parse(sys.argv[1:] if argv is None else argv)
+        if not args.command:
+            print(pages.general(), end="")
+            return 0 if args.flags or not (argv or sys.argv[1:]) else 2
+        if args.command not in COMMANDS:
+            raise ValueError(f"there is no command {args.command!r}{nearest(args.command, list(COMMANDS))}")
+        return COMMANDS[args.command](args)
+    except ValueError as error:
+        print(f"asyncrl: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `asyncrl algos | head`
+        sys.stderr.close()
+        return 0
+
+
+def train(args: Arguments) -> int:
+    """A run from its first process to its last; or one process of it (--role)."""
+    if "help" in args.flags:
+        return _help("train", args)
+    if "role" in args.options:
+        return _role(args)
+    from asyncrl.launch import launch
+    from asyncrl.settings import check, dump, resume
+
+    _no_names(args)
+    run = resume(args.options["resume"], args.overrides) if "resume" in args.options else _resolved(args)
+    check(run)
+    if "dry_run" in args.flags:
+        print(dump(run), end="")
+        return 0
+    return launch(run)
+
+
+def algos(args: Arguments) -> int:
+    """A line for each algorithm, or the page of one."""
+    from asyncrl import algo_docs
+    from asyncrl.settings import import_all
+
+    import_all(args.overrides.pop("imports", []))
+    _no_overrides(args)
+    if args.names:
+        print("\n\n".join(algo_docs.page(name) for name in args.names), end="")
+    else:
+        _table(algo_docs.table())
+    return 0
+
+
+def envs(args: Arguments) -> int:
+    """A line for each environment, the page of one, or `check NAME`."""
+    from asyncrl.env_docs import build, check, page, table
+    from asyncrl.settings import import_all
+
+    import_all(args.overrides.pop("imports", []))
+    if args.names[:1] == ["check"] and len(args.names) == 2:
+        return check(build(args.names[1], args.overrides), args.names[1])
+    _no_overrides(args)
+    if args.names:
+        print("\n\n".join(page(name) for name in args.names), end="")
+    else:
+        _table(table())
+    return 0
+
+
+def plot(args: Arguments) -> int:
+    """PNGs of a run."""
+    from asyncrl.plot import draw
+
+    for path in draw(_run_folder(args)):
+        print(path)
+    return 0
+
+
+def status(args: Arguments) -> int:
+    """Who waits for whom."""
+    from asyncrl.status import describe
+
+    print("\n".join(describe(_run_folder(args))))
+    return 0
+
+
+def doctor(args: Arguments) -> int:
+    """What this machine offers and lacks."""
+    from asyncrl.doctor import report
+
+    _no_names(args)
+    return report()
+
+
+COMMANDS: dict[str, Callable[[Arguments], int]] = {
+    "train": train,
+    "algos": algos,
+    "envs": envs,
+    "plot": plot,
+    "status": status,
+    "doctor": doctor,
+}
+
+
+def _help(command: str, args: Arguments) -> int:
+    from asyncrl.algorithm import as_algorithm
+    from asyncrl.registry import ALGOS, ENVS
+    from asyncrl.settings import import_all
+
+    import_all(args.overrides.get("imports", []))
+    algo = as_algorithm(ALGOS.get(str(args.overrides.get("algo.name", "dapo"))))
+    env = ENVS.get(str(args.overrides.get("env.name", "sort_digits")))
+    print(pages.command(command, algo=algo, env=env), end="")
+    return 0
+
+
+def _role(args: Arguments) -> int:
+    from asyncrl.roles import ROLES, run_role
+
+    role = args.options["role"]
+    if role not in ROLES:
+        raise ValueError(f"--role {role}: known roles are {', '.join(ROLES)}")
+    run_dir = args.overrides.get("run_dir")
+    if not isinstance(run_dir, str):
+        raise ValueError("--role needs the --run-dir of the run it belongs to")
+    index = args.options.get("index", "0")
+    if not index.isdecimal():
+        raise ValueError(f"--index must be a whole number, got {index!r}")
+    return run_role(role, run_dir=run_dir, index=int(index), address=args.options.get("address"))
+
+
+def _resolved(args: Arguments) -> Any:
+    from asyncrl.settings import load, resolve
+
+    return resolve(load(args.options.get("config"), args.overrides))
+
+
+def _run_folder(args: Arguments) -> Path:
+    if len(args.names) != 1:
+        raise ValueError(f"asyncrl {args.command} needs one run folder, as in `asyncrl {args.command} runs/demo`")
+    _no_overrides(args)
+    return Path(args.names[0])
+
+
+def _no_names(args: Arguments) -> None:
+    if args.names:
+        raise ValueError(f"unexpected argument {args.names[0]!r}: options start with --")
+
+
+def _no_overrides(args: Arguments) -> None:
+    if args.overrides:
+        raise ValueError(f"asyncrl {args.command} has no option --{next(iter(args.overrides))}")
+
+
+def _table(rows: list[dict[str, str]]) -> None:
+    """Columns as wide as their widest cell."""
+    if not rows:
+        return
+    heads = list(rows[0])
+    widths = {h: max(len(h), *(len(row[h]) for row in rows)) for h in heads}
+    for row in [{h: h for h in heads}, *rows]:
+        print("  ".join(row[h].ljust(widths[h]) for h in heads).rstrip())

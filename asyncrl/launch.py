@@ -1,0 +1,236 @@
+"""`asyncrl train` on one machine: starts the replay server, the trainer's ranks and the generators, and supervises
+them.
+
+What a death means is decided here. A generator's frees its leases and it is started again, within a budget; a
+trainer's or the server's ends the run with the first traceback and exit code 1. Ctrl-C asks the trainer for a
+checkpoint and ends in order; a second one kills. Whatever happens, no process is left (supervise.Crew).
+
+Ranks get the variables that torchrun would set. This process sets them itself because it then sees every rank's exit at
+once; on several machines torchrun starts the same role (examples/slurm).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from asyncrl.console import Console, waiting
+from asyncrl.placement import VISIBLE, Placement, find_gpus, place
+from asyncrl.roles import describe_exit, read_address
+from asyncrl.settings import Run, save
+from asyncrl.status import Poller
+from asyncrl.supervise import Backoff, Child, Crew, Spec, clear_errors, first_error, obituary
+
+TICK_S = 0.1
+
+
+class RunFailed(RuntimeError):
+    """The run ended by a failure; the message is what the terminal shows."""
+
+
+class Stop:
+    """Ctrl-C and SIGTERM, counted. The first asks for an orderly end, the second for an immediate one."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+
+
+def launch(run: Run) -> int:
+    """Run it to its end; returns the exit code. Raises ValueError for GPUs that are not there."""
+    placement = place(find_gpus(), run.config.services)
+    _prepare(run)
+    with _signals() as stop, Crew(run.dir) as crew, Console(run) as console, Poller(run.dir) as poller:
+        supervision = Supervision(run, crew, console, poller, stop, placement)
+        try:
+            return supervision.run()
+        except RunFailed as failure:
+            poller.phase = "failed"
+            console.note(f"asyncrl: {failure}")
+            console.note(f"asyncrl: the run failed; everything it wrote is in {run.dir}")
+            return 1
+
+
+class Supervision:
+    """One run, from the first process to the last."""
+
+    def __init__(
+        self, run: Run, crew: Crew, console: Console, poller: Poller, stop: Stop, placement: Placement
+    ) -> None:
+        self.run_, self.crew, self.console, self.poller, self.stop = run, crew, console, poller, stop
+        self.placement, self.limits = placement, run.config.supervise
+        self.backoff = Backoff(self.limits.max_restarts)
+        self.restarts: list[tuple[float, int]] = []
+        """(when, generator index) of restarts that are due."""
+        self.address = ""
+        self.ranks_left = run.config.services.trainer.procs
+        self.warned: dict[str, float] = {}
+
+    def run(self) -> int:
+        """Consumes: exits and signals. Waits for: the trainer's end. Produces: restarts, the display, an exit code."""
+        for note in self.placement.notes:
+            self.console.note(f"asyncrl: {note}")
+        self._start_server()
+        with hold_port() as port:
+            for rank in range(self.ranks_left):
+                self.crew.start(self._trainer(rank, port))
+            for index in range(self.run_.config.services.generator.num_replicas):
+                self.crew.start(self._generator(index))
+            self._phase("running")
+            while self.ranks_left and not self.stop.count:
+                self._tick()
+        if self.stop.count:
+            return self._interrupt()
+        self._end("done")
+        return 0
+
+    def _tick(self) -> None:
+        self._bury(self.crew.take_dead())
+        for when, index in [r for r in self.restarts if r[0] <= time.monotonic()]:
+            self.restarts.remove((when, index))
+            self.crew.start(self._generator(index))
+        self._warn_of_stalls()
+        self.console.update(self.poller.status, phase=self.poller.phase)
+        time.sleep(TICK_S)
+
+    def _start_server(self) -> None:
+        self._phase("starting the replay server")
+        server = self.crew.start(self._spec("replay", 0))
+        deadline = time.monotonic() + self.limits.start_timeout_s
+        while not (self.run_.dir / "address.json").exists():
+            if server.process.poll() is not None:
+                raise RunFailed(obituary(server, self.run_.dir))
+            if time.monotonic() > deadline:
+                raise RunFailed(f"the replay server has not bound within {self.limits.start_timeout_s:.0f} s")
+            if self.stop.count:
+                return
+            time.sleep(0.02)
+        self.address = read_address(self.run_.dir, timeout_s=0.0)
+        self.poller.connect(self.address, curve_dir=self.run_.config.replay.keys)
+
+    def _bury(self, dead: list[Child]) -> None:
+        """Decide what each death means. A signal or an earlier error came first, so those are looked at first."""
+        for child in sorted(dead, key=self._when_it_failed):
+            code, role = child.process.returncode, child.spec.role
+            if role == "trainer" and code == 0:
+                self.ranks_left -= 1
+            elif role == "generator" and code == 0:
+                continue  # it was told that the run is finished
+            elif role == "generator":
+                self._plan_restart(child)
+            else:
+                raise RunFailed(obituary(child, self.run_.dir))
+
+    def _when_it_failed(self, child: Child) -> float:
+        record = first_error(self.run_.dir, since=child.started - 1.0, name=f"{child.spec.role}-{child.spec.index}")
+        return 0.0 if child.process.returncode < 0 else record.time if record else time.time()
+
+    def _plan_restart(self, child: Child) -> None:
+        """A generator died: again after a pause, unless it could not even start or the budget is spent."""
+        text = obituary(child, self.run_.dir)
+        if child.process.returncode > 0 and not self.poller.has_served(child.spec.index, since=child.started):
+            raise RunFailed(text)
+        delay_s = self.backoff.next_delay_s()
+        if delay_s is None:
+            raise RunFailed(f"{text}\ngenerators were restarted {self.limits.max_restarts} times: giving up")
+        how = describe_exit(child.process.returncode)
+        last = text.splitlines()[-1] if child.process.returncode > 0 else f"see {child.log}"
+        self.console.note(f"asyncrl: {child.spec.name} ended ({how}): starting it again in {delay_s:.1f} s; {last}")
+        clear_errors(self.run_.dir, [f"{child.spec.role}-{child.spec.index}"])
+        self.restarts.append((time.monotonic() + delay_s, child.spec.index))
+
+    def _interrupt(self) -> int:
+        """Ctrl-C: a checkpoint from the trainer, then the end of everybody."""
+        self._phase("stopping")
+        self.console.note("asyncrl: stopping; the trainer writes a checkpoint (once more Ctrl-C: kill)")
+        self.crew.signal(signal.SIGTERM, "trainer")
+        deadline = time.monotonic() + self.limits.stop_timeout_s
+        while self.crew.alive("trainer") and self.stop.count < 2 and time.monotonic() < deadline:
+            self.console.update(self.poller.status, phase=self.poller.phase)
+            time.sleep(TICK_S)
+        if self.stop.count < 2:
+            self._end("interrupted")
+        self.console.note(f"asyncrl: stopped; continue with `asyncrl train --resume {self.run_.dir}`")
+        return 130
+
+    def _end(self, phase: str) -> None:
+        """Tell the generators that it is over, then the server; each gets a bounded time."""
+        self._phase("ending")
+        self.poller.finish(phase)
+        self.crew.wait("generator", timeout_s=self.limits.stop_timeout_s / 2)
+        self.crew.signal(signal.SIGTERM, "generator")
+        self.crew.wait("generator", timeout_s=self.limits.stop_timeout_s / 4)
+        self.poller.close()
+        self.crew.signal(signal.SIGTERM, "replay")
+        self.crew.wait("replay", timeout_s=self.limits.stop_timeout_s / 2)
+        self.console.update(self.poller.status, phase=phase)
+        self._phase(phase)
+
+    def _phase(self, phase: str) -> None:
+        self.poller.phase = phase
+
+    def _warn_of_stalls(self) -> None:
+        """A wait longer than supervise.stall_s is said once, and again each time it has doubled."""
+        for wait in waiting(self.poller.status, at_least_s=self.limits.stall_s):
+            if wait["who"].startswith("trainer") and wait["for_s"] >= 2 * self.warned.get(wait["who"], 0.0):
+                self.warned[wait["who"]] = wait["for_s"]
+                self.console.note(f"asyncrl: {wait['why']}")
+
+    def _spec(self, role: str, index: int, **env: str) -> Spec:
+        command = [sys.executable, "-m", "asyncrl", "train", "--role", role, "--index", str(index)]
+        command += ["--run-dir", str(self.run_.dir)]
+        if role != "replay":
+            command += ["--address", self.address]
+        return Spec(role=role, index=index, command=tuple(command), env=env)
+
+    def _trainer(self, rank: int, port: int) -> Spec:
+        ranks = str(self.run_.config.services.trainer.procs)
+        env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return self._spec("trainer", rank, **env, **_threads(self.placement.trainer))
+
+    def _generator(self, index: int) -> Spec:
+        return self._spec("generator", index, **_threads(self.placement.generators[index]))
+
+
+def _threads(placed: dict[str, str]) -> dict[str, str]:
+    """On CPU one thread per process, as several processes share the cores; a value set by the user wins."""
+    env = {"TOKENIZERS_PARALLELISM": "false", **placed}
+    if not placed.get(VISIBLE) and "OMP_NUM_THREADS" not in os.environ:
+        env["OMP_NUM_THREADS"] = "1"
+    return env
+
+
+@contextmanager
+def hold_port() -> Iterator[int]:
+    """A free port for the ranks' rendezvous, kept from others: bound but not listening, so rank 0 can take it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("", 0))
+        yield holder.getsockname()[1]
+
+
+def _prepare(run: Run) -> None:
+    run.dir.mkdir(parents=True, exist_ok=True)
+    (run.dir / "address.json").unlink(missing_ok=True)
+    clear_errors(run.dir)
+    save(run)
+
+
+@contextmanager
+def _signals() -> Iterator[Stop]:
+    stop = Stop()
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

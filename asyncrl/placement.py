@@ -1,0 +1,78 @@
+"""Which process sees which GPU. Pure, apart from `find_gpus`; `launch.py` calls both.
+
+The trainer gets the first GPUs, one per rank, and every rank sees all of them (its LOCAL_RANK picks, as under
+torchrun); each generator replica sees its own. With too few GPUs they are shared, and the notes say so.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+
+from asyncrl.config import ServicesConfig
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Environment variables per role, and what a user should know about them."""
+
+    trainer: dict[str, str]
+    generators: list[dict[str, str]]
+    notes: list[str] = field(default_factory=list)
+
+
+def find_gpus() -> list[str]:
+    """GPUs of this machine as CUDA_VISIBLE_DEVICES would name them; respects that variable where it is set."""
+    if VISIBLE in os.environ:
+        return [g for g in os.environ[VISIBLE].split(",") if g.strip() and g != "-1"]
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    command = [tool, "--query-gpu=index", "--format=csv,noheader"]
+    try:
+        listing = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (subprocess.SubprocessError, OSError):
+        return []
+    return listing.split()
+
+
+def place(gpus: list[str], services: ServicesConfig) -> Placement:
+    """Assign GPUs. Raises ValueError when a role insists on GPUs that are not there."""
+    trainer, generator = services.trainer, services.generator
+    for name, service in (("trainer", trainer), ("generator", generator)):
+        if service.with_gpus and not gpus:
+            raise ValueError(
+                f"services.{name}.with_gpus is true, but this machine shows no GPU; remove it or set it false"
+            )
+    none = {VISIBLE: ""}
+    if not gpus:
+        return Placement(trainer=none, generators=[none] * generator.num_replicas)
+    notes: list[str] = []
+    rest = list(gpus)
+    trainer_env = none
+    if trainer.with_gpus is not False:
+        if len(gpus) < trainer.procs:
+            raise ValueError(
+                f"services.trainer.procs {trainer.procs} needs a GPU per rank, and there are {len(gpus)}; lower it, or "
+                "set services.trainer.with_gpus false"
+            )
+        trainer_env, rest = {VISIBLE: ",".join(gpus[: trainer.procs])}, gpus[trainer.procs :]
+    if generator.with_gpus is False:
+        return Placement(trainer=trainer_env, generators=[none] * generator.num_replicas)
+    wanted = generator.num_replicas * generator.procs
+    if len(gpus) < generator.procs:
+        raise ValueError(f"services.generator.procs {generator.procs} needs that many GPUs, and there are {len(gpus)}")
+    if len(rest) < wanted:
+        pool = rest if len(rest) >= generator.procs else list(gpus)
+        notes.append(
+            f"{wanted} GPUs wanted for generators, {len(rest)} left by the trainer: GPUs {','.join(pool)} are shared"
+        )
+        rest = pool
+    slots = max(1, len(rest) // generator.procs)
+    chunks = [rest[i * generator.procs : (i + 1) * generator.procs] for i in range(slots)]
+    envs = [{VISIBLE: ",".join(chunks[i % slots])} for i in range(generator.num_replicas)]
+    return Placement(trainer=trainer_env, generators=envs, notes=notes)

@@ -1,0 +1,127 @@
+"""One process of a run: `asyncrl train --role replay|generator|trainer --run-dir R --index I`.
+
+The launcher starts these; on a cluster SLURM does. This wrapper names the process, ties its life to its launcher's,
+turns a failure into an error file that the launcher shows, and calls the role's own function. It knows nothing of what
+they do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from asyncrl.settings import Run, load_run
+
+ROLES = ("replay", "generator", "trainer")
+LAUNCHER = "ASYNCRL_LAUNCHER"
+"""Process id of the launcher, in the environment of what it starts."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def run_role(role: str, *, run_dir: str, index: int, address: str | None = None) -> int:
+    """Be one process of a run; returns the exit code. A failure is written to errors/<role>-<index>.json."""
+    index = int(os.environ.get("RANK", index)) if role == "trainer" else index
+    die_with_parent()
+    _set_title(f"asyncrl {role} {index} {run_dir}")
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # kill -USR1 shows where a process stands
+    try:
+        _start(role, load_run(run_dir), index, address)
+    except SystemExit:
+        raise
+    except KeyboardInterrupt:
+        return 130
+    except BaseException as error:  # noqa: BLE001 (a process boundary: whatever it was, the launcher must hear of it)
+        traceback.print_exc()
+        write_error(Path(run_dir), role, index, error)
+        return 1
+    return 0
+
+
+def die_with_parent() -> None:
+    """Linux: be killed when the process that started this one ends; for children of children too. Elsewhere none."""
+    if not sys.platform.startswith("linux") or LAUNCHER not in os.environ:
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before we asked
+        os._exit(1)
+
+
+def write_error(run_dir: Path, role: str, index: int, error: BaseException) -> None:
+    """What the launcher prints: the traceback of the first failure wins, by `time`."""
+    folder = run_dir / "errors"
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "".join(traceback.format_exception(error))
+    record = {"role": role, "index": index, "traceback": text, "time": time.time()}
+    temporary = folder / f".{role}-{index}.part"
+    temporary.write_bytes(msgspec.json.encode(record))
+    os.replace(temporary, folder / f"{role}-{index}.json")
+
+
+def read_address(run_dir: Path, *, timeout_s: float) -> str:
+    """The replay server's address, waiting for the server to bind. Raises RuntimeError after `timeout_s`."""
+    path, deadline = run_dir / "address.json", time.monotonic() + timeout_s
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the replay server has not written {path} within {timeout_s:.0f} s: is it running?")
+        time.sleep(0.05)
+    return str(msgspec.json.decode(path.read_bytes())["address"])
+
+
+def _start(role: str, run: Run, index: int, address: str | None) -> None:
+    if role == "replay":
+        from asyncrl.replay.server import serve  # each role imports only its own room
+
+        serve(run, _stop_event())
+        return
+    address = address or read_address(run.dir, timeout_s=run.config.supervise.start_timeout_s)
+    if role == "generator":
+        from asyncrl.generation import generator
+
+        generator.main(run, index, address)
+    elif role == "trainer":
+        from asyncrl.training import trainer
+
+        trainer.main(run, address)
+    else:
+        raise ValueError(f"--role {role}: known roles are {', '.join(ROLES)}")
+
+
+def _stop_event() -> threading.Event:
+    """Set by SIGTERM: the server ends when the launcher says so, not before the last client."""
+    stop = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    signal.signal(signal.SIGTERM, on_signal)
+    return stop
+
+
+def _set_title(title: str) -> None:
+    with contextlib.suppress(ImportError):
+        import setproctitle
+
+        setproctitle.setproctitle(title)
+
+
+def describe_exit(code: int) -> str:
+    """`exit code 1`, or `killed by SIGKILL`."""
+    return f"exit code {code}" if code >= 0 else f"killed by {_signal_name(-code)}"
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in {s.value for s in signal.Signals} else f"signal {number}"

@@ -1,0 +1,134 @@
+"""Who waits for whom: asked of the replay server once a second, kept in status.json, printed by `asyncrl status RUN`.
+
+The launcher owns a Poller; its thread owns the connection. A server that does not answer leaves the last status
+standing.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.metrics import read_rows
+
+EVERY_S = 1.0
+Row = dict[str, Any]
+
+
+class Poller:
+    """Keeps `status` fresh and status.json written while the launcher does other things."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir, self.status, self.phase = run_dir, {}, "starting"
+        self._seen: dict[int, float] = {}
+        self._address, self._curve_dir = "", None
+        self._asked, self._finish_reason = threading.Event(), ""
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    status: Row
+    """The server's own report; {} before the first."""
+    phase: str
+    """What the launcher is doing; shown and written."""
+    _curve_dir: str | None
+
+    def __enter__(self) -> Poller:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        self._write()
+
+    def connect(self, address: str, *, curve_dir: str | None = None) -> None:
+        """Start asking the server at `address`."""
+        self._address, self._curve_dir = address, curve_dir
+        self._thread = threading.Thread(target=self._serve, name="status", daemon=True)
+        self._thread.start()
+
+    def has_served(self, index: int, *, since: float) -> bool:
+        """Whether generator `index` was known to the server at some time after `since` (time.time())."""
+        return self._seen.get(index, 0.0) > since
+
+    def finish(self, reason: str) -> None:
+        """Ask the server to end the generators; returns at once."""
+        self._finish_reason = reason
+        self._asked.set()
+
+    def close(self) -> None:
+        """Take a last report and end the thread; waits at most a few seconds."""
+        self._closed.set()
+        self._asked.set()
+        if self._thread is not None:
+            self._thread.join(5.0)
+
+    def _serve(self) -> None:
+        """Consumes: reports. Waits for: the next second. Unblocked by: finish() and close(). Produces: status.json."""
+        from asyncrl.replay.client import ReplayClient
+
+        client = ReplayClient(self._address, role="launcher")
+        try:
+            while True:
+                last = self._closed.is_set()
+                self._ask(client)
+                self._write()
+                if last:
+                    return
+                self._asked.wait(EVERY_S)
+                self._asked.clear()
+        finally:
+            client.close()
+
+    def _ask(self, client: Any) -> None:
+        try:
+            if self._finish_reason:
+                client.finish(self._finish_reason)
+                self._finish_reason = ""
+            self.status = client.status()
+        except Exception as error:  # noqa: BLE001 (the display must not end a run; the launcher sees a dead server itself)
+            self.status = {**self.status, "unreachable": str(error)}
+            return
+        for process in self.status.get("processes", []):
+            if process["role"] == "generator":
+                self._seen[process["index"]] = time.time() - process["heard_s"]
+
+    def _write(self) -> None:
+        temporary = self.run_dir / "status.json.part"
+        record = {"time": time.time(), "phase": self.phase, "launcher": os.getpid(), "server": self.status}
+        temporary.write_bytes(msgspec.json.encode(record))
+        os.replace(temporary, self.run_dir / "status.json")
+
+
+def describe(run_dir: Path) -> list[str]:
+    """`asyncrl status RUN` as lines. Raises ValueError when the folder holds no run."""
+    path = run_dir / "status.json"
+    if not path.exists():
+        raise ValueError(f"{run_dir} has no status.json: no run was launched there")
+    record = msgspec.json.decode(path.read_bytes())
+    age_s, server = time.time() - record["time"], record["server"]
+    lines = [f"{run_dir}: {record['phase']}, as of {age_s:.0f} s ago"]
+    if age_s > 10 and record["phase"] not in ("done", "failed", "interrupted"):
+        lines.append(f"the launcher (process {record['launcher']}) has stopped writing: it is gone or stuck")
+    if server:
+        lines += _server_lines(server)
+    rows = read_rows(run_dir)
+    if rows:
+        lines.append(f"last step {rows[-1]['step']}, reward {rows[-1].get('reward/mean')}")
+    return lines
+
+
+def _server_lines(server: Row) -> list[str]:
+    ledger = server.get("ledger", {})
+    counts = ", ".join(f"{k.removeprefix('ledger/')} {v:.0f}" for k, v in ledger.items() if k.startswith("ledger/"))
+    lines = [f"step {server.get('step')}, version {server.get('version')} live", f"groups: {counts}"]
+    for p in server.get("processes", []):
+        about = f"  {p['role']} {p['index']}: heard {p['heard_s']:.0f} s ago"
+        if p["role"] == "generator":
+            about += f", {p['leases']} groups, {p['tokens_per_s']:.0f} tokens/s, busy {100 * p['busy']:.0f}%"
+        lines.append(about)
+    lines += [f"  {w['who']} waits {w['for_s']:.0f} s: {w['why']}" for w in server.get("waiting", [])]
+    return lines

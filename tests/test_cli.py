@@ -1,0 +1,143 @@
+"""The command line: what it accepts, what it refuses in one line, and how little it imports to do so."""
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from asyncrl.arguments import parse
+from asyncrl.cli import COMMANDS, main
+
+
+def run(capsys, *argv: str) -> tuple[int, str, str]:
+    code = main(list(argv))
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_misspelt_algorithm_is_one_line_with_a_suggestion(capsys):
+    code, out, err = run(capsys, "train", "--algo", "dappo")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "did you mean 'dapo'?" in err
+
+
+def test_misspelt_key_is_one_line_naming_the_nearest(capsys):
+    code, _, err = run(capsys, "train", "--algo", "dapo", "--training.learnin_rate", "1")
+    assert code == 2
+    assert err == "asyncrl: error: unknown key 'training.learnin_rate'; did you mean 'training.learning_rate'?\n"
+
+
+def test_a_key_that_the_algorithm_does_not_use_is_refused(capsys):
+    code, _, err = run(capsys, "train", "--algo", "reinforce", "--algo.clip-high", "0.3", "--dry-run")
+    assert code == 2
+    assert "clip_high" in err
+
+
+@pytest.mark.parametrize("argv", [["trian"], ["plot"], ["plot", "/nowhere"], ["train", "stray"], ["train", "--config"]])
+def test_bad_input_is_exit_code_2_and_one_line(capsys, argv):
+    code, _, err = run(capsys, *argv)
+    assert (code, err.count("\n")) == (2, 1)
+
+
+def test_dry_run_prints_a_configuration_that_reads_back_equal(capsys, tmp_path):
+    _, first, _ = run(capsys, "train", "--algo", "grpo", "--replay.max-lag", "7", "--dry-run", "--run-dir", "r")
+    assert yaml.safe_load(first)["replay"]["max_lag"] == 7
+    file = tmp_path / "again.yaml"
+    file.write_text(first)
+    _, second, _ = run(capsys, "train", "--config", str(file), "--dry-run")
+    assert second == first
+
+
+def test_dashes_underscores_and_equals_signs_mean_the_same():
+    forms = [
+        ["train", "--replay.max-lag", "7", "--run-dir", "r"],
+        ["train", "--replay.max_lag=7", "--run_dir=r"],
+    ]
+    assert parse(forms[0]) == parse(forms[1])
+    assert parse(["train", "--algo.label", "a=b=c"]).overrides == {"algo.label": "a=b=c"}
+    assert parse(["train", "--algo.label=a=b"]).overrides == {"algo.label": "a=b"}
+    assert parse(["train", "--eval.every", "-1"]).overrides == {"eval.every": "-1"}
+
+
+def test_lists_flags_and_imports():
+    args = parse(
+        ["train", "--metrics.trackers", "jsonl", "wandb", "--training.compile", "--import", "a", "--import", "b"]
+    )
+    assert args.overrides == {
+        "metrics.trackers": ["jsonl", "wandb"],
+        "training.compile": "true",
+        "imports": ["a", "b"],
+    }
+
+
+def test_help_of_train_shows_the_keys_of_the_chosen_algorithm(capsys):
+    code, out, _ = run(capsys, "train", "--algo", "gspo", "--help")
+    assert code == 0
+    for text in ("--algo.clip-high", "--env.digits", "--replay.target-lag", "--training.lora.rank", "window | fifo"):
+        assert text in out
+
+
+def test_every_key_has_a_help_text(capsys):
+    _, out, _ = run(capsys, "train", "--help")
+    entries = [line for line in out.splitlines() if line.startswith("  --") and "(default" in line]
+    after = dict(zip(out.splitlines(), out.splitlines()[1:], strict=False))
+    assert len(entries) > 100
+    assert [e for e in entries if not after[e].startswith("      ")] == []
+
+
+def test_algorithms_and_environments_have_a_line_and_a_page_each(capsys):
+    for command, name in (("algos", "dapo"), ("envs", "sort_digits")):
+        _, table, _ = run(capsys, command)
+        assert f"\n{name} " in table
+        _, page, _ = run(capsys, command, name)
+        assert page.startswith(f"{name}: ")
+
+
+def test_an_environment_is_checked_against_its_own_answers(capsys):
+    code, out, _ = run(capsys, "envs", "check", "sort_digits", "--env.digits", "3")
+    assert (code, out) == (0, "sort_digits: 50 of 50 reference answers earn full marks\n")
+
+
+def test_a_users_own_algorithm_and_environment_come_in_by_import(capsys, tmp_path):
+    module = tmp_path / "mine.py"
+    module.write_text(
+        "from asyncrl import Env, Prompt, register_env\n"
+        "@register_env('mine')\n"
+        "class Mine(Env):\n"
+        '    """My own."""\n'
+        "    size: int = 3\n"
+        '    """How large."""\n'
+        "    def prompts(self, start=0):\n"
+        "        yield Prompt(id=start, prompt='?')\n"
+    )
+    argv = ["train", "--import", str(module), "--env", "mine", "--env.size", "4", "--dry-run"]
+    code, out, _ = run(capsys, *argv)
+    assert code == 0
+    assert yaml.safe_load(out)["env"] == {"name": "mine", "size": 4, "seed": 0}
+    _, out, _ = run(capsys, "train", "--import", str(module), "--env", "mine", "--help")
+    assert "--env.size" in out
+
+
+HEAVY = {"torch", "vllm", "transformers", "matplotlib", "datasets", "wandb", "zmq"}
+LIGHT = [
+    ["--help"],
+    ["train", "--help"],
+    ["algos"],
+    ["envs", "sort_digits"],
+    ["train", "--algo", "dappo"],
+    ["train", "--dry-run"],
+]
+
+
+@pytest.mark.parametrize("argv", LIGHT, ids=" ".join)
+def test_light_commands_import_nothing_heavy(argv):
+    code = f"import sys\nfrom asyncrl.cli import main\nmain({argv})\nprint(sorted(set(sys.modules) & {HEAVY}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_every_command_is_on_the_help_page(capsys):
+    _, out, _ = run(capsys, "--help")
+    assert [c for c in COMMANDS if f"asyncrl {c}" not in out] == []
+    assert [c for c in ("sft", "eval", "keys") if f"asyncrl {c}" in out and c not in COMMANDS] == []

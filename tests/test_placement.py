@@ -1,0 +1,58 @@
+"""Placement: who sees which GPU, and what is said when there are too few."""
+
+import pytest
+
+from asyncrl.config import ServiceConfig, ServicesConfig
+from asyncrl.launch import hold_port
+from asyncrl.placement import VISIBLE, place
+
+
+def services(ranks: int, replicas: int, procs: int = 1, **trainer) -> ServicesConfig:
+    return ServicesConfig(
+        trainer=ServiceConfig(procs=ranks, **trainer), generator=ServiceConfig(num_replicas=replicas, procs=procs)
+    )
+
+
+def seen(placement) -> list[str]:
+    return [env[VISIBLE] for env in placement.generators]
+
+
+def test_without_gpus_nobody_sees_one():
+    placement = place([], services(2, 2))
+    assert (placement.trainer[VISIBLE], seen(placement)) == ("", ["", ""])
+
+
+def test_the_trainer_gets_the_first_gpus_and_each_generator_its_own():
+    placement = place(list("0123"), services(2, 2))
+    assert (placement.trainer[VISIBLE], seen(placement), placement.notes) == ("0,1", ["2", "3"], [])
+
+
+def test_tensor_parallel_generators_get_several():
+    assert seen(place(list("01234567"), services(4, 2, procs=2))) == ["4,5", "6,7"]
+
+
+def test_too_few_gpus_are_shared_and_it_is_said():
+    placement = place(list("01"), services(1, 3))
+    assert seen(placement) == ["1", "1", "1"]
+    assert "shared" in placement.notes[0]
+    assert seen(place(["0"], services(1, 2))) == ["0", "0"]
+
+
+def test_a_trainer_on_the_cpu_leaves_all_gpus_to_generators():
+    placement = place(list("01"), services(2, 2, with_gpus=False))
+    assert (placement.trainer[VISIBLE], seen(placement)) == ("", ["0", "1"])
+
+
+def test_what_cannot_be_placed_is_refused():
+    with pytest.raises(ValueError, match="needs a GPU per rank"):
+        place(["0"], services(2, 1))
+    with pytest.raises(ValueError, match="shows no GPU"):
+        place([], services(1, 1, with_gpus=True))
+
+
+def test_a_held_port_can_be_listened_on_by_the_one_who_was_told(tmp_path):
+    torch = pytest.importorskip("torch")
+    with hold_port() as port:
+        store = torch.distributed.TCPStore("127.0.0.1", port, 1, is_master=True, wait_for_workers=False)
+        store.set("key", "value")
+        assert store.get("key") == b"value"

@@ -1,9 +1,9 @@
 """Losses as `nn.Module`s with the call `(logprobs, ref_logprobs, advantages, padding_mask)`, and how to train on one.
 
 `SimpleGRPOLoss` and `ReinforceLoss` are ready-made and work anywhere: padded tensors (B, L) in, a scalar out. A user's
-own module of that call becomes an algorithm through `module_algorithm`, which `asyncrl.algorithm.as_algorithm` calls for
-a registered class that is a module. A module reduces by itself, so in general its result depends on how a batch is cut
-into micro-batches, which the per-token losses of `algos/` do not. Only a plain mean over tokens (`aggregation`
+own module of that call becomes an algorithm through `module_algorithm`, which `asyncrl.algorithm.as_algorithm` calls
+for a registered class that is a module. A module reduces by itself, so in general its result depends on how a batch is
+cut into micro-batches, unlike the per-token losses of `algos/`. Only a plain mean over tokens (`aggregation`
 token_mean) or over responses' means (sequence_mean) is put together again exactly.
 """
 
@@ -29,7 +29,7 @@ AVERAGES = ("token_mean", "sequence_mean")
 
 
 class SimpleGRPOLoss(nn.Module):
-    """GRPO with one optimiser step per batch: -A logp with a k3 penalty to the reference; the mean of responses' means."""
+    """GRPO with one optimiser step per batch: -A logp with a k3 penalty to the reference, mean of responses' means."""
 
     aggregation = "sequence_mean"
 

@@ -35,14 +35,12 @@ def histogram(log_ratio_T: Tensor, advantages_T: Tensor) -> dict[str, Tensor]:
 def threshold(statistics: dict[str, Tensor], budget: float) -> Tensor:
     """The largest tau with sum min(D^2, tau^2) <= budget * H; 20 when all of them fit. A scalar tensor."""
     count, square = statistics["m2po/count"].double(), statistics["m2po/square"].double()
-    edges = (count.new_ones(NUM_BINS + 1).cumsum(0) - 1.0).mul(_STEP).exp() * SMALLEST
-    below, above = count.new_zeros(NUM_BINS + 1), count.new_zeros(NUM_BINS + 1)
-    below[1:] = square.cumsum(0)
-    above[:-1] = count.flip(0).cumsum(0).flip(0)
-    moment = below + above * edges**2  # sum min(D^2, tau^2) at tau = edge; rises with tau
+    low = (count.new_ones(NUM_BINS).cumsum(0) - 1.0).mul(_STEP).exp() * SMALLEST
+    high = low * math.exp(_STEP)
+    below, at_least = square.cumsum(0) - square, count.sum() - count.cumsum(0) + count  # of each bin's lower edge
+    moment_low = below + at_least * low**2  # sum min(D^2, tau^2) at tau = an edge; it rises with tau
+    moment_high = below + square + (at_least - count) * high**2
     allowed = budget * count.sum()
-    index = (moment <= allowed).sum().clamp(1, NUM_BINS)  # edges[index - 1] fits, edges[index] does not
-    low, high = edges[index - 1] ** 2, edges[index] ** 2
-    rise = (moment[index] - moment[index - 1]).clamp(min=1e-12)
-    share = ((allowed - moment[index - 1]) / rise).clamp(0.0, 1.0)
-    return (low + share * (high - low)).sqrt().to(statistics["m2po/count"].dtype)
+    i = (moment_high <= allowed).sum().clamp(max=NUM_BINS - 1)  # tau is in this bin
+    share = ((allowed - moment_low) / (moment_high - moment_low).clamp(min=1e-12)).clamp(0.0, 1.0)
+    return (low**2 + share * (high**2 - low**2)).sqrt()[i].to(statistics["m2po/count"].dtype)

@@ -1,0 +1,98 @@
+"""Variants tried in the search for an asynchronous default; what came of them is in bench.md, the losers included.
+
+Used by `staleness.py --candidates`. One class composes how positives and negatives are weighted, where a token is
+masked for having moved too far, and what age does; the ones that earned it became keys of `asyncrl.losses`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from asyncrl.algorithm import Algorithm
+from asyncrl.losses.aggregation import Aggregation
+from asyncrl.losses.tokens import Loss, Tokens
+
+Weighting = Literal["one", "ratio", "floored", "taper", "sequence"]
+
+
+class Candidate(Algorithm):
+    """L = -[weight * mask] A logp, with a weight and a mask by the sign of A."""
+
+    positive: Weighting = "one"
+    """Weight where A > 0: 1, min(w, cap), w in [1, cap], min(w, 1), or min(response's W, 1)."""
+    negative: Weighting = "taper"
+    """Weight where A <= 0."""
+    cap: float = 5.0
+    """Largest weight."""
+    negative_scale: float = 1.0
+    """Negatives times this."""
+    negative_age: float = 0.0
+    """Negatives divided by 1 + this * lag."""
+    up: float = 2.0
+    """A > 0 is masked once the probability rose by more than this."""
+    down: float = 2.0
+    """A <= 0 is masked once the probability fell by more than this."""
+    low: float = 0.0
+    """A <= 0 is masked once the ratio fell below this."""
+    high: float = 1e9
+    """A > 0 is masked once the ratio rose above this."""
+    aggregation: Aggregation = "token_mean"
+
+    def surrogate(self, tokens: Tokens) -> Loss:
+        """The composed objective."""
+        t, positive_T = tokens, tokens.advantages_T > 0
+        w_T = t.log_ratio_T.detach().exp()
+        fade_T = self.negative_scale / (1.0 + self.negative_age * t.lags_T)
+        weight_T = self._weight(self.positive, w_T, t).where(positive_T, self._weight(self.negative, w_T, t) * fade_T)
+        moved_T = t.logprobs_T.detach().exp() - t.anchor_T.exp()
+        up_T = positive_T & ((moved_T > self.up) | (w_T > self.high))
+        down_T = ~positive_T & ((moved_T < -self.down) | (w_T < self.low))
+        loss_T = -weight_T.masked_fill(up_T | down_T, 0.0) * t.advantages_T * t.logprobs_T
+        return loss_T, {"clip/high": up_T.to(w_T.dtype), "clip/low": down_T.to(w_T.dtype)}
+
+    def _weight(self, name: Weighting, w_T: Tensor, t: Tokens) -> Tensor:
+        if name == "one":
+            return w_T.new_ones(w_T.shape)
+        if name == "ratio":
+            return w_T.clamp(max=self.cap)
+        if name == "floored":
+            return w_T.clamp(1.0, self.cap)
+        if name == "taper":
+            return w_T.clamp(max=1.0)
+        return t.spread(t.sum_B(t.log_ratio_T.detach()).clamp(-20.0, 0.0).exp())
+
+
+CANDIDATES: dict[str, Algorithm] = {
+    "one / one": Candidate(negative="one"),
+    "one / ratio": Candidate(negative="ratio"),
+    "one / taper": Candidate(),
+    "one / sequence": Candidate(negative="sequence"),
+    "floored / taper": Candidate(positive="floored"),
+    "ratio / taper": Candidate(positive="ratio"),
+    "one / none": Candidate(negative_scale=0.0),
+    "one / .1": Candidate(negative="one", negative_scale=0.1),
+    "one / taper .3": Candidate(negative_scale=0.3),
+    "one / taper, faded .1": Candidate(negative_age=0.1),
+    "one / one, faded .1": Candidate(negative="one", negative_age=0.1),
+    "one / taper, down .2": Candidate(down=0.2),
+    "one / taper, down .05": Candidate(down=0.05),
+    "one / taper, low .5": Candidate(low=0.5),
+    "one / one, low .5": Candidate(negative="one", low=0.5),
+    "one / one, low .8": Candidate(negative="one", low=0.8),
+    "one / one, up .2 down .2": Candidate(negative="one", up=0.2, down=0.2),
+    "one / taper, up .2": Candidate(up=0.2),
+    "one / taper, up .4 down .1": Candidate(up=0.4, down=0.1),
+    "ratio / ratio, up .4 down .4": Candidate(positive="ratio", negative="ratio", cap=20.0, up=0.4, down=0.4),
+    "ratio / ratio, up .4 down .1": Candidate(positive="ratio", negative="ratio", cap=20.0, up=0.4, down=0.1),
+    "floored / taper, up .4 down .2": Candidate(positive="floored", up=0.4, down=0.2),
+    "one / taper, high 5": Candidate(high=5.0),
+    "one / one, low .8 high 5": Candidate(negative="one", low=0.8, high=5.0),
+    "ppo, high 1": Algorithm(clip_high=1.0),
+    "ppo, low .5 high 4": Algorithm(clip_low=0.5, clip_high=4.0),
+    "m2po, budget .2": Algorithm(objective="m2po", moment_budget=0.2),
+    "delightful, eta .3": Algorithm(objective="delightful", eta=0.3),
+    "delightful, eta 3": Algorithm(objective="delightful", eta=3.0),
+    "delightful, group_mean": Algorithm(objective="delightful", advantage="group_mean"),
+}

@@ -15,6 +15,8 @@ from asyncrl import help as pages
 from asyncrl.arguments import Arguments, parse
 from asyncrl.keys import nearest
 
+ROLES = ("replay", "generator", "trainer")
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
@@ -42,7 +44,6 @@ def train(args: Arguments) -> int:
         return _help("train", args)
     if "role" in args.options:
         return _role(args)
-    from asyncrl.launch import launch
     from asyncrl.settings import check, dump, resume
 
     _no_names(args)
@@ -51,6 +52,8 @@ def train(args: Arguments) -> int:
     if "dry_run" in args.flags:
         print(dump(run), end="")
         return 0
+    from asyncrl.launch import launch
+
     return launch(run)
 
 
@@ -132,8 +135,6 @@ def _help(command: str, args: Arguments) -> int:
 
 
 def _role(args: Arguments) -> int:
-    from asyncrl.roles import ROLES, run_role
-
     role = args.options["role"]
     if role not in ROLES:
         raise ValueError(f"--role {role}: known roles are {', '.join(ROLES)}")
@@ -143,6 +144,8 @@ def _role(args: Arguments) -> int:
     index = args.options.get("index", "0")
     if not index.isdecimal():
         raise ValueError(f"--index must be a whole number, got {index!r}")
+    from asyncrl.roles import run_role
+
     return run_role(role, run_dir=run_dir, index=int(index), address=args.options.get("address"))
 
 

@@ -22,7 +22,8 @@ from types import FrameType
 
 from asyncrl.console import Console, waiting
 from asyncrl.placement import VISIBLE, Placement, find_gpus, place
-from asyncrl.roles import describe_exit, read_address
+from asyncrl.replay.server import read_address
+from asyncrl.roles import describe_exit
 from asyncrl.settings import Run, save
 from asyncrl.status import Poller
 from asyncrl.supervise import Backoff, Child, Crew, Spec, clear_errors, first_error, obituary

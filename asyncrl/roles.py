@@ -21,9 +21,9 @@ from types import FrameType
 
 import msgspec
 
+from asyncrl.replay.server import read_address
 from asyncrl.settings import Run, load_run
 
-ROLES = ("replay", "generator", "trainer")
 LAUNCHER = "ASYNCRL_LAUNCHER"
 """Process id of the launcher, in the environment of what it starts."""
 
@@ -71,16 +71,6 @@ def write_error(run_dir: Path, role: str, index: int, error: BaseException) -> N
     os.replace(temporary, folder / f"{role}-{index}.json")
 
 
-def read_address(run_dir: Path, *, timeout_s: float) -> str:
-    """The replay server's address, waiting for the server to bind. Raises RuntimeError after `timeout_s`."""
-    path, deadline = run_dir / "address.json", time.monotonic() + timeout_s
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"the replay server has not written {path} within {timeout_s:.0f} s: is it running?")
-        time.sleep(0.05)
-    return str(msgspec.json.decode(path.read_bytes())["address"])
-
-
 def _start(role: str, run: Run, index: int, address: str | None) -> None:
     if role == "replay":
         from asyncrl.replay.server import serve  # each role imports only its own room
@@ -97,7 +87,7 @@ def _start(role: str, run: Run, index: int, address: str | None) -> None:
 
         trainer.main(run, address)
     else:
-        raise ValueError(f"--role {role}: known roles are {', '.join(ROLES)}")
+        raise AssertionError(f"cli.py lets no role {role!r} pass")
 
 
 def _stop_event() -> threading.Event:

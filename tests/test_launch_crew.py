@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from asyncrl.guard import MARK, members
-from asyncrl.roles import describe_exit, read_address, write_error
+from asyncrl.roles import describe_exit, write_error
 from asyncrl.supervise import Backoff, Crew, Spec, clear_errors, first_error, obituary
 
 SLEEPER = "import time; time.sleep(600)"
@@ -119,11 +119,6 @@ def test_restarts_wait_longer_each_time_and_end():
 def test_exits_are_described_for_people():
     assert describe_exit(1) == "exit code 1"
     assert describe_exit(-signal.SIGKILL) == "killed by SIGKILL"
-
-
-def test_an_address_that_never_comes_is_named(tmp_path):
-    with pytest.raises(RuntimeError, match=r"address\.json within 0 s"):
-        read_address(tmp_path, timeout_s=0.05)
 
 
 def test_processes_of_other_runs_are_never_touched(tmp_path):

@@ -1,19 +1,26 @@
 """The control messages of a weight sync, as the trainer's sender and a generator's follower exchange them.
 
-    generator -> trainer   Hello(incarnation, num_ranks)             I am here; I serve `version` (-1: nothing yet)
-    trainer -> generator   Prepare(spec, plan, version)              join this group; this is what will come
-    generator -> trainer   Ready | Failed(stage, reason)
-    trainer -> generator   Go(version)                               the broadcast starts now
+    generator -> trainer   Hello(incarnation, num_ranks)             I am here; I serve `version` (-1: nothing yet);
+                                                                     said again every second while idle
+    trainer -> generator   Prepare(spec, plan, version)              this is what will come, through this group
+    generator -> trainer   Ready | Failed(stage, reason)             plan checked; nobody has joined anything yet
+    trainer -> generator   Go(version)                               join (if the group is new), then receive
     generator -> trainer   Received(version, checksums) | Failed
-    trainer -> generator   Commit(version) | Discard(version)
+    trainer -> generator   Commit(version) | Discard(version)        or Prepare again: another receiver broke the wire
     generator -> trainer   Committed(version, pause_s, wire_s, load_s)
 
 Plain msgspec Structs over ZeroMQ (ROUTER on the trainer, DEALER on generators); the bytes of weights never pass here.
+On the wire each is two frames: SCHEMA, then msgpack. What a publish reports (SyncReport) is here too. No torch.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
+
+SCHEMA = b"asyncrl-weights-1"
+"""First frame of every control message; a peer that speaks another schema is refused by name."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -23,6 +30,8 @@ class TensorSpec(msgspec.Struct, frozen=True):
     dtype: str
     """As torch prints it without the prefix: `bfloat16`, `float32`."""
     shape: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+    """Other names of the same storage (tied weights): sent once, loaded under each name."""
 
 
 class PlanSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +40,8 @@ class PlanSpec(msgspec.Struct, frozen=True, kw_only=True):
     tensors: tuple[TensorSpec, ...]
     bucket_bytes: int
     num_buffers: int
+    checksum: bool = True
+    """Whether receivers return a checksum per bucket (otherwise an empty list)."""
     digest: str
     """SHA-256 over the above; equal on every trainer rank and every receiver before the first byte moves."""
 
@@ -95,11 +106,76 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     load_s: float
 
 
+FailedStage = Literal["prepare", "join", "wire", "load", "commit"]
+"""Where a generator failed. `join` and `wire` may be another member's fault and are tried again without that one."""
+
+
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     version: int
-    stage: str
+    stage: FailedStage
     reason: str
 
 
 ToGenerator = Prepare | Go | Commit | Discard
 ToTrainer = Hello | Ready | Received | Committed | Failed
+
+
+class Dropped(msgspec.Struct, frozen=True, kw_only=True):
+    """A receiver that was left out of the rest of one publish. It may say hello again."""
+
+    index: int
+    incarnation: str
+    stage: str
+    reason: str
+
+
+class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one publish did, as trainer rank 0 saw it; other ranks know version, receivers, bytes and own times."""
+
+    version: int
+    receivers: int
+    """Receivers that serve `version` because of this call."""
+    dropped: tuple[Dropped, ...] = ()
+    bytes: int = 0
+    """Bytes of weights, once, however many receivers."""
+    prepare_s: float = 0.0
+    join_s: float = 0.0
+    """Building the group, when its members changed."""
+    gather_s: float = 0.0
+    """Spent in collecting shards into buckets (overlaps wire_s)."""
+    wire_s: float = 0.0
+    """From the first bucket on the wire to the last receiver's checksums."""
+    load_s: float = 0.0
+    """The slowest receiver's commit."""
+    commit_s: float = 0.0
+    pause_s: float = 0.0
+    """The longest that any receiver's generation stood still."""
+    total_s: float = 0.0
+
+
+def encode(message: ToGenerator | ToTrainer) -> list[bytes]:
+    """Frames of one message."""
+    return [SCHEMA, msgspec.msgpack.encode(message)]
+
+
+def decode_to_trainer(frames: list[bytes]) -> ToTrainer:
+    """Raises ValueError on another schema, a truncated frame or a message that is not one of ToTrainer."""
+    return _decode(frames, _TO_TRAINER)
+
+
+def decode_to_generator(frames: list[bytes]) -> ToGenerator:
+    """Raises ValueError on another schema, a truncated frame or a message that is not one of ToGenerator."""
+    return _decode(frames, _TO_GENERATOR)
+
+
+_TO_TRAINER = msgspec.msgpack.Decoder(ToTrainer)
+_TO_GENERATOR = msgspec.msgpack.Decoder(ToGenerator)
+
+
+def _decode(frames: list[bytes], decoder: msgspec.msgpack.Decoder) -> ToGenerator | ToTrainer:
+    if len(frames) != 2 or frames[0] != SCHEMA:
+        raise ValueError(f"expected two frames, the first {SCHEMA!r}; got {len(frames)}, the first {frames[:1]!r:.60}")
+    try:
+        return decoder.decode(frames[1])
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"malformed weight message: {error}") from error

@@ -1,0 +1,214 @@
+"""The control plane of weight syncs in a generator: says hello, and does with the engine what the trainer asks for.
+
+Run as one asyncio task of the generator process. It never touches the bytes of weights (the engine's ranks receive
+those) and never leaves an engine between receive and commit: whatever ends the task, what was received is discarded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+import zmq
+import zmq.asyncio
+
+from asyncrl.config import WeightsConfig
+from asyncrl.generation.engine import Engine, EngineDead
+from asyncrl.weights.control import CurveKeys, heartbeat
+from asyncrl.weights.messages import (
+    Commit,
+    Committed,
+    Discard,
+    Failed,
+    FailedStage,
+    Go,
+    Hello,
+    Prepare,
+    Ready,
+    Received,
+    ToGenerator,
+    ToTrainer,
+    decode_to_generator,
+    encode,
+)
+from asyncrl.weights.plan import buckets, digest
+from asyncrl.weights.wire import is_wire_failure
+
+log = logging.getLogger(__name__)
+
+HELLO_S = 1.0
+"""How often an idle generator says hello: what makes a restarted or absent-minded trainer know it again."""
+MAX_FAILURES = 3
+"""Failed syncs in a row after which the generator gives up and is restarted."""
+
+
+async def follow(
+    address: str,
+    engine: Engine,
+    *,
+    index: int,
+    incarnation: str,
+    config: WeightsConfig,
+    on_version: Callable[[int], None],
+    curve: CurveKeys | None = None,
+) -> None:
+    """Follow the trainer's weight sender at `address` until cancelled.
+
+    Consumes control messages; waits for the next one, saying hello each second meanwhile; is unblocked by the trainer
+    (also by one that vanished and came back); produces engine calls and answers. `on_version(version)` is called once
+    the engine serves it. Raises EngineDead when the engine cannot go on, RuntimeError after MAX_FAILURES failed syncs
+    in a row.
+    """
+    follower = _Follower(engine, index, incarnation, config, on_version)
+    context = zmq.asyncio.Context()
+    follower.socket = _dealer(context, address, f"{index}-{incarnation}", config.timeout_s, curve)
+    try:
+        while True:
+            await follower.turn()
+    finally:
+        context.destroy(0)
+        if follower.pending:
+            await engine.discard_weights()
+
+
+class _Follower:
+    """What one generator knows of the sync it is in."""
+
+    socket: zmq.asyncio.Socket
+
+    def __init__(self, engine: Engine, index: int, incarnation: str, config: WeightsConfig,
+                 on_version: Callable[[int], None]) -> None:  # fmt: skip
+        self._engine, self._index, self._incarnation = engine, index, incarnation
+        self._config, self._on_version = config, on_version
+        self._prepared: Prepare | None = None
+        self._joined: int | None = None  # generation of the group that the engine is in
+        self._checksums: list[int] | None = None
+        self._receive_s = self._pause_before_s = 0.0
+        self._failures = 0
+        self.pending = False
+        """The engine has received, perhaps only in part, what was neither committed nor discarded."""
+
+    async def turn(self) -> None:
+        """One message, or one hello."""
+        if not self.pending:
+            await self._say(Hello(index=self._index, incarnation=self._incarnation,
+                                  num_ranks=self._engine.num_weight_ranks, version=self._engine.version))  # fmt: skip
+        message = await self._next(self._config.timeout_s * 2 if self.pending else HELLO_S)
+        if message is None and self.pending:
+            await self._discard("the trainer fell silent between broadcast and commit")
+        elif message is not None:
+            await self._act(message)
+
+    async def _act(self, message: ToGenerator) -> None:
+        match message:
+            case Prepare():
+                await self._prepare(message)
+            case Go(version=version):
+                await self._go(version)
+            case Commit():
+                await self._commit(message)
+            case Discard(reason=reason):
+                await self._discard(reason)
+
+    async def _prepare(self, message: Prepare) -> None:
+        self._prepared, self._checksums = message, None
+        if digest(message.plan) != message.plan.digest:
+            await self._fail(message.version, "prepare", "the plan does not match its own digest")
+        else:
+            await self._say(Ready(version=message.version, digest=message.plan.digest))
+
+    async def _go(self, version: int) -> None:
+        """Join the group if it is a new one, then receive; the engine pauses only for the latter."""
+        prepared = self._prepared
+        if prepared is None or prepared.version != version:
+            await self._fail(version, "prepare", "was told to go without having been prepared")
+            return
+        if self._joined != prepared.spec.generation:
+            self._joined = None
+            if not await self._attempt(version, "join", self._engine.join_weights(prepared.spec)):
+                return
+            self._joined = prepared.spec.generation
+        self._pause_before_s, began = self._engine.activity()["pause_s"], time.perf_counter()
+        self.pending = True
+        if await self._attempt(version, "load", self._receive(prepared)):
+            self._receive_s = time.perf_counter() - began
+            await self._say(Received(version=version, checksums=self._checksums or []))
+
+    async def _receive(self, prepared: Prepare) -> None:
+        bound_s = prepared.spec.timeout_s * (1 + len(buckets(prepared.plan)))
+        try:
+            async with asyncio.timeout(bound_s):
+                self._checksums = await self._engine.receive_weights(prepared.plan)
+        except TimeoutError as error:
+            raise EngineDead(f"the engine is stuck in a broadcast for more than {bound_s:g} s") from error
+
+    async def _commit(self, message: Commit) -> None:
+        if not self.pending or self._checksums != message.checksums:
+            await self._discard("checksums differ")
+            await self._fail(message.version, "commit", "checksums differ from the trainer's, or nothing was received")
+            return
+        began = time.perf_counter()
+        if not await self._attempt(message.version, "commit", self._engine.commit_weights(message.version)):
+            await self._discard("commit failed")
+            return
+        self.pending, self._failures, load_s = False, 0, time.perf_counter() - began
+        self._on_version(message.version)
+        pause_s = self._engine.activity()["pause_s"] - self._pause_before_s
+        await self._say(Committed(version=message.version, pause_s=pause_s, wire_s=self._receive_s, load_s=load_s))
+
+    async def _discard(self, reason: str) -> None:
+        """Drop what was received. Raises EngineDead if the old weights are gone, RuntimeError on too many failures."""
+        self._checksums, self._prepared = None, None
+        self._failures += 1
+        log.warning("generator %d discards a weight sync (%d in a row): %s", self._index, self._failures, reason)
+        if self.pending:
+            self.pending = False
+            await self._engine.discard_weights()
+        if self._failures >= MAX_FAILURES:
+            raise RuntimeError(
+                f"generator {self._index}: {self._failures} weight syncs failed in a row; last: {reason}"
+            )
+
+    async def _attempt(self, version: int, stage: FailedStage, step: Awaitable[None]) -> bool:
+        """Await an engine call; a failure that leaves the engine alive is told to the trainer."""
+        try:
+            await step
+        except EngineDead as error:
+            await self._fail(version, stage, str(error))
+            raise
+        except Exception as error:  # noqa: BLE001  the engine's edge (also an RPC's): the trainer decides what follows
+            self._joined = None
+            await self._fail(version, "wire" if stage == "load" and is_wire_failure(error) else stage, repr(error))
+            return False
+        return True
+
+    async def _fail(self, version: int, stage: FailedStage, reason: str) -> None:
+        log.warning("generator %d, version %d: %s failed: %s", self._index, version, stage, reason)
+        await self._say(Failed(version=version, stage=stage, reason=reason))
+
+    async def _say(self, message: ToTrainer) -> None:
+        await self.socket.send_multipart(encode(message))
+
+    async def _next(self, timeout_s: float) -> ToGenerator | None:
+        if not await self.socket.poll(int(timeout_s * 1000)):
+            return None
+        return decode_to_generator(await self.socket.recv_multipart())
+
+
+def _dealer(
+    context: zmq.asyncio.Context, address: str, name: str, timeout_s: float, curve: CurveKeys | None
+) -> zmq.asyncio.Socket:
+    socket = context.socket(zmq.DEALER)
+    heartbeat(socket, timeout_s)
+    socket.setsockopt(zmq.ROUTING_ID, name.encode())
+    socket.setsockopt(zmq.SNDHWM, 16)
+    if curve is not None:
+        socket.curve_serverkey, socket.curve_secretkey, socket.curve_publickey = (
+            curve.server,
+            curve.secret,
+            curve.public,
+        )
+    socket.connect(address)
+    return socket

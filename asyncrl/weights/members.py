@@ -1,0 +1,68 @@
+"""Who the receivers are, and what each last answered: the sender's view of the generators.
+
+Pure: events in, members out. Owned by the thread that publishes. Never sends anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from asyncrl.weights.messages import Hello, ToTrainer
+
+
+class Gone(msgspec.Struct, frozen=True):
+    """The connection to a peer ended."""
+
+    reason: str
+
+
+Reply = ToTrainer | Gone
+
+
+@dataclass(slots=True)
+class Member:
+    """One generator, from its hello until it is gone or dropped."""
+
+    key: str
+    """Its routing id; a restarted generator has another."""
+    index: int
+    incarnation: str
+    num_ranks: int
+    version: int
+    """What it serves."""
+
+
+@dataclass(slots=True)
+class Members:
+    """All generators that said hello. `replies` holds what came since it was last cleared, except hellos."""
+
+    by_key: dict[str, Member] = field(default_factory=dict)
+    replies: dict[str, Reply] = field(default_factory=dict)
+
+    def behind(self, version: int) -> list[Member]:
+        """Members that do not serve `version`, in order of their index."""
+        return sorted((m for m in self.by_key.values() if m.version != version), key=lambda m: (m.index, m.key))
+
+    def apply(self, key: str, event: Reply) -> None:
+        """Take one event in. A second hello of a known member updates its version and nothing else."""
+        if isinstance(event, Hello):
+            self._hello(key, event)
+            return
+        if key in self.by_key:
+            self.replies[key] = event
+        if isinstance(event, Gone):
+            self.by_key.pop(key, None)
+
+    def remove(self, key: str) -> None:
+        """Forget a member until it says hello again."""
+        self.by_key.pop(key, None)
+        self.replies.pop(key, None)
+
+    def _hello(self, key: str, hello: Hello) -> None:
+        known = self.by_key.get(key)
+        if known is not None and known.num_ranks == hello.num_ranks:
+            known.version = hello.version
+        else:
+            self.by_key[key] = Member(key, hello.index, hello.incarnation, hello.num_ranks, hello.version)

@@ -1,0 +1,124 @@
+"""The receiving end of the weight group, in the process that holds a model.
+
+Called by the local engine and by vLLM's workers (through a worker extension), driven by the follower's control
+messages. It hands complete tensors to `load` and answers with a checksum per bucket. It never decides whether the new
+weights serve: that is commit's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from asyncrl.weights.checksums import checksum
+from asyncrl.weights.messages import JoinSpec, PlanSpec
+from asyncrl.weights.plan import Bucket, Piece, buckets, tensor_bytes
+from asyncrl.weights.wire import Watch, Wire, buffer_device, connect_store, open_wire, watch_store
+
+Load = Callable[[list[tuple[str, Tensor]]], None]
+
+
+class Receiver:
+    """One rank of the weight group. Methods are called one at a time, from one thread at a time."""
+
+    def __init__(self) -> None:
+        self._wire: Wire | None = None
+        self._watch: Watch | None = None
+        self._device = torch.device("cpu")
+        self._buffers: list[Tensor] = []
+
+    def join(self, spec: JoinSpec, rank_offset: int, device: torch.device | str) -> None:
+        """Enter the group as rank `spec.first_rank + rank_offset`, leaving any former one.
+
+        `rank_offset` is 0 for an engine of one process, the tensor-parallel rank otherwise. Raises WireBroken within
+        about spec.timeout_s.
+        """
+        self.leave()
+        store = connect_store(spec)
+        self._device = torch.device(device)
+        self._watch = watch_store(store, spec.generation)
+        self._wire = open_wire(store, spec, spec.first_rank + rank_offset, self._device, self._watch)
+
+    def receive(self, plan: PlanSpec, load: Load) -> list[int]:
+        """Take part in one broadcast of `plan`; bucket k is loaded while k+1 and its successors arrive.
+
+        `load` gets complete tensors in plan order, on the model's device for nccl and in host memory for gloo. They
+        are views of a buffer that is overwritten afterwards: copy from them before returning (on a GPU: queue the copy
+        on the current stream). Returns a checksum per bucket, or nothing when the plan asks for none; when it returns,
+        the copies are done. Raises WireBroken when the broadcast ends early, and whatever `load` raises; the group must
+        then be left.
+        """
+        if self._wire is None or self._watch is None:
+            raise RuntimeError("receive() before join(): this process is in no weight group")
+        cut = buckets(plan)
+        buffers = self._allocate(plan, cut)
+        assembler = _Assembler(plan)
+        sums: list[Tensor] = []
+        for index in range(min(len(buffers), len(cut))):
+            self._wire.start(buffers[index][: cut[index].nbytes])
+        for index, bucket in enumerate(cut):
+            buffer = buffers[index % len(buffers)][: bucket.nbytes]
+            self._wire.wait(self._watch)
+            if tensors := assembler.take(bucket, buffer):
+                load(tensors)
+            if plan.checksum:  # after the load, so that a buffer overwritten too early shows as well
+                sums.append(checksum(buffer))
+            later = index + len(buffers)
+            if later < len(cut):
+                self._wire.start(buffers[later % len(buffers)][: cut[later].nbytes])
+        return self._finish(sums)
+
+    def leave(self) -> None:
+        """Leave the group, if in one, and free the buffers. Never blocks."""
+        if self._wire is not None:
+            self._wire.close()
+        self._wire = self._watch = None
+        self._buffers = []
+
+    def _allocate(self, plan: PlanSpec, cut: list[Bucket]) -> list[Tensor]:
+        """`plan.num_buffers` buffers of the largest bucket's size, kept from one sync to the next."""
+        assert self._wire is not None
+        size, count = max(bucket.nbytes for bucket in cut), min(plan.num_buffers, len(cut))
+        if len(self._buffers) != count or self._buffers[0].numel() < size:
+            self._buffers = []
+            device = buffer_device(self._wire.spec, self._device)
+            self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(count)]
+        return self._buffers
+
+    def _finish(self, sums: list[Tensor]) -> list[int]:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return torch.stack(sums).tolist() if sums else []
+
+
+class _Assembler:
+    """Turns buckets into tensors: views where a tensor lies in one bucket, a buffer of its own where it is larger."""
+
+    def __init__(self, plan: PlanSpec) -> None:
+        self._plan = plan
+        self._partial: Tensor | None = None
+
+    def take(self, bucket: Bucket, buffer: Tensor) -> list[tuple[str, Tensor]]:
+        """The tensors that this bucket completes, under each of their names."""
+        complete: list[tuple[str, Tensor]] = []
+        for piece in bucket.pieces:
+            spec = self._plan.tensors[piece.tensor]
+            data = self._gather(piece, buffer[piece.offset : piece.offset + piece.nbytes], tensor_bytes(spec))
+            if data is not None:
+                tensor = data.view(getattr(torch, spec.dtype)).view(spec.shape)
+                complete += [(name, tensor) for name in (spec.name, *spec.aliases)]
+        return complete
+
+    def _gather(self, piece: Piece, data: Tensor, size: int) -> Tensor | None:
+        if piece.nbytes == size:
+            return data
+        if piece.start == 0:
+            self._partial = torch.empty(size, dtype=torch.uint8, device=data.device)
+        assert self._partial is not None
+        self._partial[piece.start : piece.start + piece.nbytes].copy_(data, non_blocking=True)
+        if piece.start + piece.nbytes < size:
+            return None
+        whole, self._partial = self._partial, None
+        return whole

@@ -1,0 +1,306 @@
+"""One publish, as trainer rank 0 conducts it with the receivers that are behind: prepare, go, broadcast, commit.
+
+Called by the sender, stage by stage. It talks to receivers through Control and the Wire and keeps the group from one
+publish to the next while its members stay the same. Each stage is bounded by `timeout_s`; a receiver that fails one is
+dropped with that stage's name and a reason, and the rest goes on, with a rebuilt group where the old one broke. It
+never enters a collective of the trainer's ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncrl.weights.control import Control
+from asyncrl.weights.members import Gone, Member, Members, Reply
+from asyncrl.weights.messages import (
+    Commit,
+    Committed,
+    Discard,
+    Dropped,
+    Failed,
+    Go,
+    JoinSpec,
+    PlanSpec,
+    Prepare,
+    Ready,
+    Received,
+    ToGenerator,
+)
+from asyncrl.weights.wire import Wire, WireBroken, give_up, open_wire
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Group:
+    """The weight group of the moment: who is in it, and the open wire once it is built."""
+
+    keys: tuple[str, ...]
+    spec: JoinSpec
+    wire: Wire | None = None
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one publish did so far."""
+
+    served: int = 0
+    dropped: list[Dropped] = field(default_factory=list)
+    prepare_s: float = 0.0
+    join_s: float = 0.0
+    wire_s: float = 0.0
+    commit_s: float = 0.0
+    load_s: float = 0.0
+    pause_s: float = 0.0
+
+
+class Conductor:
+    """Keeps the members and the group; one `Sync` at a time works through it. Rank 0 only, one thread."""
+
+    def __init__(self, *, control: Control, store: dist.TCPStore, backend: str, timeout_s: float,
+                 device: torch.device) -> None:  # fmt: skip
+        self.control, self.store, self.backend = control, store, backend
+        self.timeout_s, self.device = timeout_s, device
+        self.members, self.group = Members(), None
+        self._generation = 0
+
+    def pump(self, timeout_s: float = 0.0) -> bool:
+        """Take in events; wait up to `timeout_s` for the first. False when there was none."""
+        event = self.control.next(timeout_s)
+        if event is None:
+            return False
+        while event is not None:
+            self.members.apply(*event)
+            event = self.control.next(0.0)
+        return True
+
+    def enlist(self, targets: list[Member]) -> Group:
+        """The group of exactly these members: the present one if it is theirs and intact, else a new generation."""
+        keys = tuple(m.key for m in targets)
+        if self.group is None or self.group.keys != keys:
+            self.disband("its members changed")
+            self._generation += 1
+            size = 1 + sum(m.num_ranks for m in targets)
+            self.group = Group(keys, JoinSpec(
+                host=self.store.host, port=self.store.port, generation=self._generation, first_rank=0, world_size=size,
+                backend=self.backend, timeout_s=self.timeout_s,
+            ))  # fmt: skip
+        return self.group
+
+    def disband(self, reason: str) -> None:
+        """Close the group, if there is one, and release whoever waits in it."""
+        if self.group is None:
+            return
+        give_up(self.store, self.group.spec.generation, reason)
+        if self.group.wire is not None:
+            self.group.wire.close()
+        self.group = None
+
+    def close(self) -> None:
+        self.disband("the trainer closed the weight sender")
+        self.control.close()
+
+
+class Sync:
+    """The publish of one version. Stages in order: prepare -> (open -> send* -> settle) -> prepare -> ... until prepare
+    finds nobody left to serve."""
+
+    def __init__(self, conductor: Conductor, plan: PlanSpec, version: int) -> None:
+        self._c, self._plan, self._version = conductor, plan, version
+        self.tally = Tally()
+        conductor.pump()
+        self._eligible = {m.key for m in conductor.members.behind(version)}
+        self._targets: list[Member] = []
+        self._sums: list[Tensor] = []
+        self._broken: str | None = None
+        self._failed_first: set[str] = set()
+        self._fruitless = 0
+        self._wire_began = 0.0
+
+    # -- prepare ---------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> int:
+        """Agree on the plan with every receiver that is behind; those that do not answer are dropped.
+
+        Returns how many will receive; nobody has joined or paused anything yet.
+        """
+        began = time.perf_counter()
+        while True:
+            self._targets = [m for m in self._c.members.behind(self._version) if m.key in self._eligible]
+            if not self._targets or self._all_ready():
+                break
+        self.tally.prepare_s += time.perf_counter() - began
+        return len(self._targets)
+
+    def _all_ready(self) -> bool:
+        spec, rank = self._c.enlist(self._targets).spec, 1
+        self._c.members.replies.clear()
+        for member in self._targets:
+            own = _with_first_rank(spec, rank)
+            self._c.control.send(member.key, Prepare(version=self._version, spec=own, plan=self._plan))
+            rank += member.num_ranks
+        self._collect()
+        good = [self._check(m, Ready, "prepare") for m in self._targets]
+        return all(good)
+
+    # -- broadcast -------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Send everybody off, and build the group if it is new. Receivers pause from here on."""
+        self._broken, self._sums = None, []
+        self._c.members.replies.clear()
+        group = self._c.group
+        assert group is not None
+        for member in self._targets:
+            self._c.control.send(member.key, Go(version=self._version))
+        began = time.perf_counter()
+        if group.wire is None:
+            self._guard(lambda: setattr(group, "wire", self._open_wire(group.spec)))
+        self._wire_began = time.perf_counter()
+        self.tally.join_s += self._wire_began - began
+
+    def _open_wire(self, spec: JoinSpec) -> Wire:
+        return open_wire(self._c.store, spec, 0, self._c.device, self._watch)
+
+    def free_buffer(self, num_buffers: int) -> None:
+        """Wait until the oldest of `num_buffers` buffers has left; returns at once when the wire is broken."""
+        wire = self._wire
+        if wire is not None and wire.in_flight >= num_buffers:
+            self._guard(lambda: wire.wait(self._watch))
+
+    def send(self, buffer: Tensor, checksum: Callable[[Tensor], Tensor] | None) -> None:
+        """Start to broadcast one bucket, and take its checksum meanwhile. Does nothing when the wire is broken."""
+        wire = self._wire
+        if wire is None:
+            return
+        self._guard(lambda: wire.start(buffer))
+        if checksum is not None:
+            self._sums.append(checksum(buffer))
+
+    @property
+    def _wire(self) -> Wire | None:
+        group = self._c.group
+        return group.wire if group is not None and self._broken is None else None
+
+    def _guard(self, step: Callable[[], None]) -> None:
+        """Run a step on the wire; if it breaks, release the others, who then report instead of waiting."""
+        try:
+            step()
+        except WireBroken as error:
+            self._broken = str(error)
+            self._failed_first = {key for key, reply in self._c.members.replies.items() if isinstance(reply, Failed)}
+            self._c.disband(self._broken)
+            log.warning("version %d: %s", self._version, error)
+
+    def _watch(self) -> None:
+        self._c.pump()
+        for member in self._targets:
+            reply = self._c.members.replies.get(member.key)
+            if isinstance(reply, Gone | Failed):
+                raise WireBroken(f"generator {member.index}: {reply.reason}")
+
+    # -- received, commit ------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Wait for what is still on the wire and for every receiver's checksums; commit those that agree, drop those
+        that failed, and leave those whose wire another one broke for the next attempt."""
+        while (wire := self._wire) is not None and wire.in_flight:
+            self._guard(lambda wire=wire: wire.wait(self._watch))
+        self._collect()
+        self.tally.wire_s += time.perf_counter() - self._wire_began
+        ours = torch.stack(self._sums).tolist() if self._sums else []
+        dropped_before = len(self.tally.dropped)
+        good, again = [], []
+        for member in self._targets:
+            reply = self._c.members.replies.get(member.key)
+            if isinstance(reply, Failed) and reply.stage in ("join", "wire"):
+                again.append((member, reply))
+            elif self._check(member, Received, "broadcast") and self._sums_agree(member, reply, ours):
+                good.append(member)
+        if again and len(self.tally.dropped) == dropped_before:
+            self._second_chance(again)
+        self._commit(good, ours)
+
+    def _second_chance(self, again: list[tuple[Member, Failed]]) -> None:
+        """The wire broke and nobody is known to be dead: try once more, then drop those who failed first, so that
+        attempts come to an end."""
+        self._fruitless += 1
+        if self._fruitless % 2:
+            return
+        suspects = [(m, reply) for m, reply in again if m.key in self._failed_first] or again
+        for member, reply in suspects:
+            self._drop(member, reply.stage, reply.reason)
+
+    def _sums_agree(self, member: Member, reply: Reply | None, ours: list[int]) -> bool:
+        assert isinstance(reply, Received)
+        if reply.checksums == ours:
+            return True
+        wrong = [i for i, (a, b) in enumerate(zip(ours, reply.checksums, strict=False)) if a != b]
+        self._drop(member, "checksum", f"buckets {wrong} of {len(ours)} differ from what was sent")
+        return False
+
+    def _commit(self, good: list[Member], ours: list[int]) -> None:
+        began = time.perf_counter()
+        self._c.members.replies.clear()
+        for member in good:
+            self._c.control.send(member.key, Commit(version=self._version, checksums=ours))
+        self._collect(good)
+        for member in good:
+            if self._check(member, Committed, "commit"):
+                reply = self._c.members.replies[member.key]
+                member.version = self._version
+                self.tally.served += 1
+                self.tally.pause_s = max(self.tally.pause_s, reply.pause_s)
+                self.tally.load_s = max(self.tally.load_s, reply.load_s)
+        self.tally.commit_s += time.perf_counter() - began
+
+    # -- replies ---------------------------------------------------------------------------------------------------
+
+    def _collect(self, members: list[Member] | None = None) -> None:
+        """Wait until each member has answered, is gone, or `timeout_s` is over."""
+        deadline = time.monotonic() + self._c.timeout_s
+        waiting = [m.key for m in (self._targets if members is None else members)]
+        while any(key not in self._c.members.replies for key in waiting):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            self._c.pump(min(left, 1.0))
+
+    def _check(self, member: Member, kind: type[ToGenerator] | type[Reply], stage: str) -> bool:
+        """Whether the member answered with `kind` for this version; otherwise drop it, saying why."""
+        reply = self._c.members.replies.get(member.key)
+        if isinstance(reply, kind) and reply.version == self._version:
+            return True
+        if isinstance(reply, Failed):
+            self._drop(member, reply.stage, reply.reason)
+        elif isinstance(reply, Gone):
+            self._drop(member, stage, reply.reason)
+        elif reply is None:
+            self._drop(member, stage, f"no answer within {self._c.timeout_s:g} s")
+        else:
+            self._drop(member, stage, f"answered {type(reply).__name__} for version {reply.version}")
+        return False
+
+    def _drop(self, member: Member, stage: str, reason: str) -> None:
+        log.warning("version %d: generator %d dropped at %s: %s", self._version, member.index, stage, reason)
+        self.tally.dropped.append(
+            Dropped(index=member.index, incarnation=member.incarnation, stage=stage, reason=reason)
+        )
+        self._eligible.discard(member.key)
+        if member.key in self._c.members.by_key:
+            self._c.control.send(member.key, Discard(version=self._version, reason=f"{stage}: {reason}"))
+        self._c.members.remove(member.key)
+
+
+def _with_first_rank(spec: JoinSpec, rank: int) -> JoinSpec:
+    return JoinSpec(
+        host=spec.host, port=spec.port, generation=spec.generation, first_rank=rank, world_size=spec.world_size,
+        backend=spec.backend, timeout_s=spec.timeout_s,
+    )  # fmt: skip

@@ -1,0 +1,259 @@
+"""The weight group: a process group of its own, built on a TCPStore, through which buckets are broadcast.
+
+Used by the sender (rank 0) and by receivers. It is independent of the default process group, so a trainer under NCCL
+and a generator with its own distributed set-up can both hold one. Every wait polls, calls `watch` between polls and has
+a bound; whatever goes wrong is a WireBroken, after which the group is closed and never used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncrl.weights.messages import JoinSpec
+
+Watch = Callable[[], None]
+"""Called between polls; raises WireBroken when there is a reason to stop waiting."""
+
+STORE_POLL_S = 0.05
+"""How often a waiting receiver asks whether the sender gave up on the group."""
+
+_MARK = "weight wire broken: "
+
+
+class WireBroken(RuntimeError):
+    """The group can carry nothing more: a member died, stalled or was given up; perhaps not this process's fault."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason if reason.startswith(_MARK) else _MARK + reason)
+
+
+def is_wire_failure(error: BaseException) -> bool:
+    """Whether an error is a WireBroken, also after an RPC that kept only its text."""
+    return isinstance(error, WireBroken) or _MARK in str(error)
+
+
+def resolve_backend(choice: str, device: torch.device) -> str:
+    """`auto` -> nccl for a GPU, gloo for a CPU."""
+    return choice if choice != "auto" else ("nccl" if device.type == "cuda" else "gloo")
+
+
+def serve_store(host: str, timeout_s: float) -> dist.TCPStore:
+    """A TCPStore server that listens on `host` alone, on a free port; it lives as long as the object."""
+    family = socket.getaddrinfo(host, None)[0][0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind((host, 0))
+    listener.listen(128)
+    return dist.TCPStore(
+        host,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def connect_store(spec: JoinSpec) -> dist.TCPStore:
+    """A client of the sender's store. Raises WireBroken when it cannot be reached within spec.timeout_s."""
+    try:
+        return dist.TCPStore(spec.host, spec.port, is_master=False, timeout=timedelta(seconds=spec.timeout_s))
+    except RuntimeError as error:
+        raise WireBroken(f"no answer from the store at {spec.host}:{spec.port}: {error}") from error
+
+
+def give_up(store: dist.Store, generation: int, reason: str) -> None:
+    """Tell every member of a group to stop waiting for it (their `watch_store` raises)."""
+    _prefixed(store, generation).set("given_up", reason)
+
+
+def watch_store(store: dist.Store, generation: int) -> Watch:
+    """A watch that breaks the wire once the sender gave up on this group, or its store is gone."""
+    prefixed, asked = _prefixed(store, generation), 0.0
+
+    def watch() -> None:
+        nonlocal asked
+        if time.monotonic() < asked + STORE_POLL_S:
+            return
+        asked = time.monotonic()
+        try:
+            if prefixed.check(["given_up"]):
+                raise WireBroken(prefixed.get("given_up").decode())
+        except RuntimeError as error:
+            raise WireBroken(str(error)) from error
+
+    return watch
+
+
+class Wire:
+    """One group, open. Broadcasts are started in order and waited for in order."""
+
+    def __init__(self, group: Any, spec: JoinSpec, device: torch.device) -> None:
+        self.spec, self.device = spec, device
+        self._group, self._works = group, deque[Any]()
+        self._poll_s = 5e-5 if spec.backend == "nccl" else 5e-4
+
+    @property
+    def in_flight(self) -> int:
+        """Broadcasts started and not yet waited for."""
+        return len(self._works)
+
+    def start(self, buffer: Tensor) -> None:
+        """Begin to broadcast `buffer` from rank 0, after what the current stream has queued. Raises WireBroken."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.asyncOp = 0, True
+        try:
+            self._works.append(self._group.broadcast([buffer], options))
+        except RuntimeError as error:
+            raise WireBroken(f"broadcast did not start: {error}") from error
+
+    def wait(self, watch: Watch) -> None:
+        """Wait for the oldest broadcast in flight; the current stream may then use its buffer. Raises WireBroken."""
+        work, deadline = self._works[0], time.monotonic() + self.spec.timeout_s
+        while not work.is_completed():
+            watch()
+            if time.monotonic() > deadline:
+                raise WireBroken(f"a bucket took longer than {self.spec.timeout_s:g} s")
+            time.sleep(self._poll_s)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise WireBroken(f"broadcast failed: {error}") from error
+        self._works.popleft()
+
+    def close(self) -> None:
+        """Leave the group, abandoning what is in flight. Never blocks: a stuck gloo operation ends by its timeout."""
+        if self._group is None:
+            return
+        if self.spec.backend == "nccl":
+            self._group.abort()
+        _let_go([self._group, *self._works])
+        self._group = None
+        self._works.clear()
+
+
+def open_wire(store: dist.Store, spec: JoinSpec, rank: int, device: torch.device, watch: Watch) -> Wire:
+    """Build the group with all its members and send one small broadcast through it, so that its first use is cheap.
+
+    Members first meet in the store, where waiting can be called off, and only then enter the backend's own set-up.
+    Raises WireBroken, within spec.timeout_s.
+    """
+    deadline = time.monotonic() + spec.timeout_s
+    prefixed = _prefixed(store, spec.generation)
+    _meet(prefixed, spec, rank, watch, deadline)
+    group = _bounded(lambda: _build(prefixed, spec, rank, device), watch, deadline)
+    wire = Wire(group, spec, device)
+    try:
+        wire.start(torch.zeros(16, dtype=torch.uint8, device=buffer_device(spec, device)))
+        wire.wait(watch)
+    except WireBroken:
+        wire.close()
+        raise
+    return wire
+
+
+def buffer_device(spec: JoinSpec, device: torch.device) -> torch.device:
+    """Where buckets lie: on the GPU for nccl; in host memory for gloo, whatever the model's device."""
+    return device if spec.backend == "nccl" else torch.device("cpu")
+
+
+def local_address(host: str, port: int) -> str:
+    """This machine's address on the way to `host`, which other members can reach too."""
+    with socket.socket(socket.getaddrinfo(host, port)[0][0], socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return probe.getsockname()[0]
+
+
+def _prefixed(store: dist.Store, generation: int) -> dist.PrefixStore:
+    return dist.PrefixStore(f"weights/{generation}", store)
+
+
+def _meet(store: dist.Store, spec: JoinSpec, rank: int, watch: Watch, deadline: float) -> None:
+    """Return once every rank of the group has said that it is here."""
+    keys = [f"here/{r}" for r in range(spec.world_size)]
+    try:
+        store.set(keys[rank], "1")
+        while not store.check(keys):
+            watch()
+            if time.monotonic() > deadline:
+                absent = [r for r, key in enumerate(keys) if not store.check([key])]
+                raise WireBroken(f"ranks {absent} did not join within {spec.timeout_s:g} s")
+            time.sleep(0.002)
+    except RuntimeError as error:
+        raise WireBroken(str(error)) from error
+
+
+def _build(store: dist.Store, spec: JoinSpec, rank: int, device: torch.device) -> Any:
+    if spec.backend == "nccl":
+        return _build_nccl(store, spec, rank, device)
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_address(spec.host, spec.port))]
+    options._timeout = timedelta(seconds=spec.timeout_s)
+    options._threads = 2
+    return dist.ProcessGroupGloo(store, rank, spec.world_size, options)
+
+
+def _build_nccl(store: dist.Store, spec: JoinSpec, rank: int, device: torch.device) -> Any:
+    torch.cuda.set_device(device)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=spec.timeout_s)
+    with _no_tear_down():
+        group = dist.ProcessGroupNCCL(store, rank, spec.world_size, options)
+    group.eager_connect_single_device(device)
+    return group
+
+
+@contextlib.contextmanager
+def _no_tear_down() -> Iterator[None]:
+    """NCCL's watchdog ends the whole process when a peer dies, unless told otherwise while the group is built; here a
+    dead generator must not take the trainer along: we poll, bound and abort ourselves."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _bounded(build: Callable[[], Any], watch: Watch, deadline: float) -> Any:
+    """Run a set-up that cannot be interrupted in a thread of its own, and walk away from it when `watch` says so."""
+    done: list[Any] = []
+
+    def run() -> None:
+        try:
+            done.append(build())
+        except RuntimeError as error:
+            done.append(WireBroken(f"group set-up failed: {error}"))
+
+    thread = threading.Thread(target=run, daemon=True, name="weight-group")
+    thread.start()
+    while thread.is_alive():
+        watch()
+        if time.monotonic() > deadline:
+            raise WireBroken("group set-up did not finish in time")
+        thread.join(0.002)
+    if not done:
+        raise WireBroken("group set-up died")
+    if isinstance(done[0], WireBroken):
+        raise done[0]
+    return done[0]
+
+
+def _let_go(held: list[Any]) -> None:
+    """Drop the references in a thread: gloo's destructor waits for operations that are stuck."""
+    threading.Thread(target=held.clear, daemon=True, name="weight-group-end").start()

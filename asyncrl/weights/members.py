@@ -41,8 +41,8 @@ class Members:
     by_key: dict[str, Member] = field(default_factory=dict)
     replies: dict[str, Reply] = field(default_factory=dict)
 
-    def behind(self, version: int) -> list[Member]:
-        """Members that do not serve `version`, in order of their index."""
+    def behind(self, version: int | None) -> list[Member]:
+        """Members that do not serve `version` (None: nothing was published yet, so all), in order of their index."""
         return sorted((m for m in self.by_key.values() if m.version != version), key=lambda m: (m.index, m.key))
 
     def apply(self, key: str, event: Reply) -> None:

@@ -43,7 +43,7 @@ class WeightSender:
         self._cut: list[Bucket] = []
         self._buffers: list[Tensor] = []
         self._conductor = self._conduct(curve) if rank == 0 else None
-        self._live = -1
+        self._live: int | None = None  # the version published last
 
     @property
     def address(self) -> str | None:
@@ -51,7 +51,7 @@ class WeightSender:
         return self._advertised if self._conductor is not None else None
 
     def newcomers(self) -> int:
-        """Receivers that said hello and do not have the version published last. Rank 0 only."""
+        """Receivers that said hello and do not have the version published last (before the first: all). Rank 0 only."""
         if self._conductor is None:
             raise RuntimeError("newcomers() is known to trainer rank 0 alone")
         self._conductor.pump()

@@ -55,12 +55,12 @@ class World:
     def __init__(self, context):
         self._context, self._peers, self.trainers = context, [], []
 
-    def train(self, ranks=3, orders=None, **config):
+    def train(self, ranks=3, orders=None, rows=peers.ROWS, **config):
         self.config = CONFIG | config
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         orders = orders or ["sorted"] * ranks
-        self.trainers = [self._add(peers.trainer, r, ranks, port, self.config, orders) for r in range(ranks)]
+        self.trainers = [self._add(peers.trainer, r, ranks, port, self.config, orders, rows) for r in range(ranks)]
         self.address, *_ = [t.hear("address") for t in self.trainers]
 
     def generator(self, index, **fault):
@@ -117,8 +117,8 @@ def world(context):
     made.close()
 
 
-def served(version):
-    return peers.fingerprint(peers.values(version))
+def served(version, rows=peers.ROWS):
+    return peers.fingerprint(peers.values(version, rows))
 
 
 def test_every_kind_of_tensor_arrives_from_three_ranks_at_two_generators(world):
@@ -165,20 +165,21 @@ def test_a_late_joiner_gets_the_current_version_and_the_others_are_left_alone(wo
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_generator_killed_mid_broadcast_is_dropped_and_its_replacement_gets_the_current_version(world, ranks):
-    world.train(ranks=ranks)
+    rows = peers.MANY_ROWS
+    world.train(ranks=ranks, rows=rows, bucket_bytes=1 << 20)
     doomed, other = world.generator(0, at="load", signal=KILL, after=1), world.generator(1)
     assert world.publish(1).receivers == 2
-    report = world.publish(2)
+    report = world.publish(2)  # killed while it loads the first of 12 buckets
     assert report.receivers == 1
     assert [(d.index, d.stage) for d in report.dropped] == [(0, "broadcast")]
     assert report.total_s < CONFIG["timeout_s"]
     doomed.process.join(BOUND_S)
-    assert other.held() == served(2)
+    assert other.held() == served(2, rows)
     replacement = world.generator(0)
     assert world.publish(2).receivers == 1
-    assert replacement.held() == served(2)
+    assert replacement.held() == served(2, rows)
     assert world.publish(3).receivers == 2
-    assert replacement.held() == other.held() == served(3)
+    assert replacement.held() == other.held() == served(3, rows)
 
 
 @pytest.mark.parametrize("where", ["join", "commit"])
@@ -205,9 +206,11 @@ def test_a_generator_killed_while_it_is_prepared_is_dropped(world):
     assert other.held() == served(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["idle", "load", "commit"])
 def test_a_stopped_generator_costs_one_bounded_stage_and_catches_up_when_it_wakes(world, where):
-    world.train(ranks=2)
+    rows = peers.MANY_ROWS if where == "load" else peers.ROWS
+    world.train(ranks=2, rows=rows, bucket_bytes=1 << 20 if where == "load" else 4096)
     fault = {} if where == "idle" else {"at": where, "signal": STOP, "after": 0}
     sleeper, other = world.generator(0, **fault), world.generator(1)
     assert world.publish(0).receivers == 2
@@ -218,7 +221,7 @@ def test_a_stopped_generator_costs_one_bounded_stage_and_catches_up_when_it_wake
     assert [(d.index, d.stage) for d in report.dropped] == [(0, stage)]
     assert report.receivers == 1
     assert report.total_s < 3 * CONFIG["timeout_s"]
-    assert other.held() == served(1)
+    assert other.held() == served(1, rows)
     os.kill(sleeper.process.pid, signal.SIGCONT)
     if where == "idle":
         world.until_newcomers(1)

@@ -5,6 +5,7 @@ where they happen in life: in the function that loads what was received, at the 
 """
 
 import asyncio
+import hashlib
 import os
 import signal
 
@@ -24,7 +25,7 @@ from asyncrl.weights.receiver import Receiver
 from asyncrl.weights.sender import WeightSender
 
 SHAPES = {
-    "fsdp.embed.weight": ((96, 40), torch.float32),  # tied with fsdp.head.weight, larger than a bucket
+    "fsdp.embed.weight": (("rows", 40), torch.float32),  # tied with the head, larger than a bucket
     "fsdp.norm.weight": ((40,), torch.float32),
     "uneven": ((7, 3), torch.bfloat16),  # 3 ranks get 3, 3 and 1 rows
     "thin": ((2, 5), torch.float16),  # the last rank has no row
@@ -35,32 +36,36 @@ SHAPES = {
     "integers": ((5,), torch.int64),
     "flags": ((3,), torch.bool),
 }
+ROWS = 96
+MANY_ROWS = 75_000
+"""12 MB, which is more than the sockets between two processes can hold."""
 TIED = {"fsdp.head.weight": "fsdp.embed.weight"}
 
 
-def values(version):
-    """Every tensor of `version`, under every name."""
+def values(version, rows=ROWS):
+    """Every tensor of `version`, under every name; the embedding has `rows` rows."""
     generator = torch.Generator().manual_seed(version + 100)
-    made = {n: torch.randint(-99, 99, shape, generator=generator).to(dtype) for n, (shape, dtype) in SHAPES.items()}
+    made = {}
+    for name, (shape, dtype) in SHAPES.items():
+        shape = [rows if size == "rows" else size for size in shape]
+        made[name] = torch.randint(-99, 99, shape, generator=generator).to(dtype)
     return made | {alias: made[name] for alias, name in TIED.items()}
 
 
 def fingerprint(tensors):
-    """What a generator holds, small enough for a pipe: name -> (dtype, shape, bytes in hex)."""
-    return {
-        n: [str(t.dtype), list(t.shape), t.contiguous().view(-1).view(torch.uint8).numpy().tobytes().hex()]
-        for n, t in tensors.items()
-    }
+    """What a generator holds, small enough for a pipe: name -> (dtype, shape, hash of the bytes)."""
+    flat = {n: t.contiguous().view(-1).view(torch.uint8).numpy() for n, t in tensors.items()}
+    return {n: [str(t.dtype), list(t.shape), hashlib.sha256(flat[n]).hexdigest()] for n, t in tensors.items()}
 
 
 class Tied(nn.Module):
     """A language model's two ends, which share one weight."""
 
-    def __init__(self):
+    def __init__(self, rows):
         super().__init__()
-        self.embed = nn.Embedding(96, 40)
+        self.embed = nn.Embedding(rows, 40)
         self.norm = nn.LayerNorm(40, bias=False)
-        self.head = nn.Linear(40, 96, bias=False)
+        self.head = nn.Linear(40, 1, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, ids):
@@ -70,21 +75,21 @@ class Tied(nn.Module):
 class Sharded:
     """A trainer's tensors: an FSDP module with tied weights, DTensors of several placements, and plain tensors."""
 
-    def __init__(self, order):
+    def __init__(self, order, rows):
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        self.module = Tied()
+        self.module = Tied(rows)
         fully_shard(self.module, mesh=mesh)
         placements = {"uneven": Shard(0), "thin": Shard(0), "columns": Shard(1), "replicated": Replicate()}
-        first = values(0)
+        first = values(0, rows)
         self.others = {
             n: distribute_tensor(t, mesh, [placements[n]], src_data_rank=None) if n in placements else t.clone()
             for n, t in first.items()
             if not n.startswith("fsdp.")
         }
-        self.order, self.mesh = order, mesh
+        self.order, self.mesh, self.rows = order, mesh, rows
 
     def set(self, version):
-        new, mine = values(version), dict(self.tensors())
+        new, mine = values(version, self.rows), dict(self.tensors())
         with torch.no_grad():
             for name, tensor in mine.items():
                 full = new[name]
@@ -98,11 +103,11 @@ class Sharded:
         return sorted(pairs, key=lambda pair: pair[0], reverse=self.order == "reversed")
 
 
-def trainer(pipe, rank, size, port, config, orders):
+def trainer(pipe, rank, size, port, config, orders, rows):
     """Commands: set+publish a version, count newcomers, close; each rank answers each of them."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    model = Sharded(orders[rank])
+    model = Sharded(orders[rank], rows)
     sender = WeightSender(tensors=model.tensors, rank=rank, config=msgspec.convert(config, WeightsConfig), device="cpu")
     say(pipe, {"address": sender.address})
     while (command := hear(pipe))["do"] != "close":

@@ -47,11 +47,20 @@ class Receiver:
         `load` gets complete tensors in plan order, on the model's device for nccl and in host memory for gloo. They
         are views of a buffer that is overwritten afterwards: copy from them before returning (on a GPU: queue the copy
         on the current stream). Returns a checksum per bucket, or nothing when the plan asks for none; when it returns,
-        the copies are done. Raises WireBroken when the broadcast ends early, and whatever `load` raises; the group must
-        then be left.
+        the copies are done. Raises WireBroken when the broadcast ends early, and whatever `load` raises; the group has
+        then been left.
         """
-        if self._wire is None or self._watch is None:
+        if self._wire is None:
             raise RuntimeError("receive() before join(): this process is in no weight group")
+        try:
+            return self._receive(plan, load)
+        except BaseException:
+            self.leave()  # what is left of the broadcast will not be taken: let the others know at once
+            raise
+
+    def _receive(self, plan: PlanSpec, load: Load) -> list[int]:
+        assert self._wire is not None
+        assert self._watch is not None
         cut = buckets(plan)
         buffers = self._allocate(plan, cut)
         assembler = _Assembler(plan)

@@ -138,9 +138,10 @@ class Wire:
             return
         if self.spec.backend == "nccl":
             self._group.abort()
-        _let_go([self._group, *self._works])
+        held = [self._group, *self._works]
         self._group = None
         self._works.clear()
+        _let_go(held)
 
 
 def open_wire(store: dist.Store, spec: JoinSpec, rank: int, device: torch.device, watch: Watch) -> Wire:
@@ -255,5 +256,5 @@ def _bounded(build: Callable[[], Any], watch: Watch, deadline: float) -> Any:
 
 
 def _let_go(held: list[Any]) -> None:
-    """Drop the references in a thread: gloo's destructor waits for operations that are stuck."""
+    """Drop the last references in a thread: gloo's destructor waits for operations that are stuck."""
     threading.Thread(target=held.clear, daemon=True, name="weight-group-end").start()

@@ -37,9 +37,9 @@ def build_model(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(load_config(path), dtype=torch.float32)
-        return model.to(device=device, dtype=dtype).eval()
+        return _placed(model, dtype=dtype, device=device)
     try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+        return _placed(AutoModelForCausalLM.from_pretrained(path, dtype=dtype), dtype=dtype, device=device)
     except OSError as error:
         raise ValueError(_not_found(path, error)) from error
 
@@ -66,6 +66,13 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(path)
     except OSError as error:
         raise ValueError(_not_found(path, error)) from error
+
+
+def _placed(model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
+    import torch
+
+    torch.nn.Module.to(model, device, dtype)  # transformers wraps its own `to` without a signature
+    return model.eval()
 
 
 def _not_found(path: str, error: OSError) -> str:

@@ -141,7 +141,7 @@ def attend(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as Hugging Face layers call it: query (rows, heads, tokens, head dim) -> (rows, tokens, heads, head dim).
+    """Attention as Hugging Face layers call it: (rows, heads, tokens, head dim) -> (rows, tokens, heads, head dim).
 
     During decoding, `key` and `value` are the step's slots as `SlotCache.update` returned them, whole.
     """
@@ -153,18 +153,23 @@ def attend(
     # Heads that share a key head become the query's tokens: no copy of keys per head.
     kv_heads = key.shape[1]
     query = query.reshape(query.shape[0], kv_heads, query.shape[1] // kv_heads, query.shape[3])
-    whole = step.groups[0].index_N is None
-    out = None if whole else query.new_zeros(*query.shape[:3], value.shape[3])
-    for rows in step.groups:
-        q, k, v = query, key[:, :, : rows.length], value[:, :, : rows.length]
-        if rows.index_N is not None:
-            q, k, v = q[rows.index_N], k[rows.index_N], v[rows.index_N]
-        part = F.scaled_dot_product_attention(q, k, v, attn_mask=rows.mask(sliding_window, query.dtype), scale=scaling)
-        if out is None:
-            out = part
-        else:
-            out[rows.index_N] = part
+    out = _attend_slots(step.groups, query, key, value, scaling, sliding_window)
     return out.reshape(out.shape[0], 1, -1, out.shape[3]), None
+
+
+def _attend_slots(
+    groups: list[Rows], query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+) -> Tensor:
+    def part(rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=rows.mask(window, q.dtype), scale=scaling)
+
+    if groups[0].index_N is None:
+        return part(groups[0], query, key[:, :, : groups[0].length], value[:, :, : groups[0].length])
+    out = query.new_zeros(*query.shape[:3], value.shape[3])
+    for rows in groups:
+        k, v = key[:, :, : rows.length], value[:, :, : rows.length]
+        out[rows.index_N] = part(rows, query[rows.index_N], k[rows.index_N], v[rows.index_N])
+    return out
 
 
 def _attend_prompt(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:

@@ -31,10 +31,10 @@ from asyncrl.generation.worker import Abort, Command, Stop, Submit, Swap, Worker
 from asyncrl.models import build_model
 from asyncrl.types import Completion, SamplingParams
 from asyncrl.weights.messages import JoinSpec, PlanSpec
-from asyncrl.weights.receiver import Receiver
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
+    from asyncrl.weights.receiver import Receiver
 
 OnUpdate = Literal["keep", "recompute", "drain"]
 
@@ -67,7 +67,7 @@ class LocalEngine:
         self._dead: BaseException | None = None
         self._swapping: asyncio.Future[None] | None = None
         self._requests = 0
-        self._receiver = Receiver()
+        self._receiver: Receiver | None = None
 
     @classmethod
     def of_config(cls, config: Config) -> LocalEngine:
@@ -113,10 +113,14 @@ class LocalEngine:
             self._futures.pop(request.key, None)
 
     async def join_weights(self, spec: JoinSpec) -> None:
+        from asyncrl.weights.receiver import Receiver
+
+        self._receiver = self._receiver or Receiver()
         await asyncio.to_thread(self._receiver.join, spec, 0, self._device)
 
     async def receive_weights(self, plan: PlanSpec) -> list[int]:
         """Receive into the staged set, on another thread, while the served set goes on sampling."""
+        assert self._receiver is not None, "join_weights() comes first"
         self._staging.begin(t.name for t in plan.tensors)
         return await asyncio.to_thread(self._receiver.receive, plan, self._staging.load)
 
@@ -156,7 +160,8 @@ class LocalEngine:
         self._commands.put(Stop())
         await asyncio.to_thread(self._thread.join)
         self._dead = self._dead or EngineDead("the engine was closed")
-        self._receiver.leave()
+        if self._receiver is not None:
+            self._receiver.leave()
 
     def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         self._raise_if_dead()
@@ -189,7 +194,7 @@ class LocalEngine:
         model = self._build()
         runner = Runner(model, num_slots=self._max_concurrency)
         self._device = runner.device
-        self._vocabulary = model.get_input_embeddings().num_embeddings
+        self._vocabulary = model.config.get_text_config().vocab_size
         self._limit = min(self._max_length, longest_context(model))
         self._staging = Staging(model)
         if self._first_version < 0:

@@ -4,8 +4,9 @@ Called by `scheduler.py`. It decides how many rows go through the model together
 requests, sampling or versions.
 
 The result of a row must not depend on how many rows run beside it, but matrix products may sum in another order for
-another number of rows, and which numbers agree depends on the processor. So decoding uses only numbers of rows that were
-*seen* to agree on this machine with this model: `agreeing_sizes` compares bits once, at the start.
+another number of rows, and which numbers agree depends on the processor (16 and 48 but not 32 or 64 under AVX2; all
+multiples of 16 under AVX-512). So decoding uses only numbers of rows that were *seen* to agree on this machine with
+this model: `agreeing_sizes` compares bits once, at the start.
 """
 
 from __future__ import annotations

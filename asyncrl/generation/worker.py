@@ -65,6 +65,11 @@ class Worker:
         self._swap: Swap | None = None
         self._stopping = False
 
+    @property
+    def tokens(self) -> int:
+        """Sampled so far."""
+        return self._scheduler.num_tokens
+
     def run(self) -> None:
         """Consumes commands; waits for one when nothing can run; is unblocked by any; produces completions.
 

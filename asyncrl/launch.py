@@ -26,6 +26,7 @@ from asyncrl.replay.server import read_address
 from asyncrl.roles import describe_exit
 from asyncrl.settings import Run, save
 from asyncrl.status import Poller
+from asyncrl.summary import summarise
 from asyncrl.supervise import Backoff, Child, Crew, Spec, clear_errors, first_error, obituary
 
 TICK_S = 0.1
@@ -52,12 +53,16 @@ def launch(run: Run) -> int:
     with _signals() as stop, Crew(run.dir) as crew, Console(run) as console, Poller(run.dir) as poller:
         supervision = Supervision(run, crew, console, poller, stop, placement)
         try:
-            return supervision.run()
+            code = supervision.run()
         except RunFailed as failure:
             poller.phase = "failed"
             console.note(f"asyncrl: {failure}")
             console.note(f"asyncrl: the run failed; everything it wrote is in {run.dir}")
             return 1
+    print("\n".join(summarise(run.dir)), flush=True)
+    if code == 130:
+        print(f"stopped; `asyncrl train --resume {run.dir}` continues it", flush=True)
+    return code
 
 
 class Supervision:
@@ -159,7 +164,6 @@ class Supervision:
             time.sleep(TICK_S)
         if self.stop.count < 2:
             self._end("interrupted")
-        self.console.note(f"asyncrl: stopped; continue with `asyncrl train --resume {self.run_.dir}`")
         return 130
 
     def _end(self, phase: str) -> None:

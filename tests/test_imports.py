@@ -7,7 +7,20 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("replay", "weights", "training", "generation")
-TOP = {"cli", "__main__", "launch", "supervise", "roles", "guard", "placement", "status", "console", "plot", "doctor"}
+TOP = {
+    "cli",
+    "__main__",
+    "launch",
+    "supervise",
+    "roles",
+    "guard",
+    "placement",
+    "status",
+    "console",
+    "plot",
+    "doctor",
+    "summary",
+}
 MAY_USE = {
     "replay": set(),
     "weights": {"replay"},  # its keys

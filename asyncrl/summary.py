@@ -1,0 +1,44 @@
+"""The last lines of a run: what came of it, and where everything is. Called by the launcher once all processes ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from asyncrl.metrics import read_rows
+from asyncrl.plot import draw
+
+ENDS = 5
+"""The reward at either end of a run is the mean over this many steps."""
+
+
+def summarise(run_dir: Path) -> list[str]:
+    """Draw the plots, and say what happened in a line or two and where things are. Nothing to say without a step."""
+    rows = read_rows(run_dir)
+    if not rows:
+        return [f"run folder  {run_dir} (no step was trained)"]
+    draw(run_dir)
+    lines = [_what_happened(rows), f"run folder  {run_dir}", f"plot        {run_dir / 'plots' / 'overview.png'}"]
+    model = run_dir / "model"
+    return lines + ([f"model       {model}"] if (model / "config.json").exists() else [])
+
+
+def _what_happened(rows: list[dict[str, Any]]) -> str:
+    last = rows[-1]
+    parts = [f"{last['step']} steps in {last['time/elapsed_s']:.0f} s"]
+    rewards = [r["reward/mean"] for r in rows if r.get("reward/mean") is not None]
+    if rewards:
+        parts.append(f"reward {_mean(rewards[:ENDS]):.3f} -> {_mean(rewards[-ENDS:]):.3f}")
+    lags = [r["staleness/mean"] for r in rows if r.get("staleness/mean") is not None]
+    if lags:
+        worst = max(r["staleness/max"] for r in rows if r.get("staleness/max") is not None)
+        parts.append(f"staleness mean {_mean(lags):.2f}, max {worst:.0f}")
+    if "ledger/balance" in last:
+        balanced = all(r.get("ledger/balance", 0) == 0 for r in rows)
+        state = "closed at every step" if balanced else "DID NOT CLOSE"
+        parts.append(f"ledger of {last['ledger/started']:.0f} groups {state}")
+    return "; ".join(parts)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

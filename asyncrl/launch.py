@@ -18,7 +18,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType
+
+import msgspec
 
 from asyncrl.console import Console, waiting
 from asyncrl.placement import VISIBLE, Placement, find_gpus, place
@@ -49,6 +52,8 @@ class Stop:
 def launch(run: Run) -> int:
     """Run it to its end; returns the exit code. Raises ValueError for GPUs that are not there."""
     placement = place(find_gpus(), run.config.services)
+    if placement.shared and run.config.weights.backend == "auto":
+        run = _through_host_memory(run)
     _prepare(run)
     with _signals() as stop, Crew(run.dir) as crew, Console(run) as console, Poller(run.dir) as poller:
         supervision = Supervision(run, crew, console, poller, stop, placement)
@@ -221,6 +226,11 @@ def hold_port() -> Iterator[int]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("", 0))
         yield holder.getsockname()[1]
+
+
+def _through_host_memory(run: Run) -> Run:
+    weights = msgspec.structs.replace(run.config.weights, backend="gloo")
+    return replace(run, config=msgspec.structs.replace(run.config, weights=weights))
 
 
 def _prepare(run: Run) -> None:

@@ -24,6 +24,12 @@ class Placement:
     generators: list[dict[str, str]]
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def shared(self) -> bool:
+        """Whether a generator computes on the GPU of trainer rank 0, which NCCL refuses to connect with itself."""
+        first = self.trainer[VISIBLE].split(",")[0]
+        return bool(first) and any(first in env[VISIBLE].split(",") for env in self.generators)
+
 
 def find_gpus() -> list[str]:
     """GPUs of this machine as CUDA_VISIBLE_DEVICES would name them; respects that variable where it is set."""

@@ -35,6 +35,8 @@ def test_too_few_gpus_are_shared_and_it_is_said():
     placement = place(list("01"), services(1, 3))
     assert seen(placement) == ["1", "1", "1"]
     assert "shared" in placement.notes[0]
+    assert not placement.shared
+    assert place(["0"], services(1, 2)).shared
     assert seen(place(["0"], services(1, 2))) == ["0", "0"]
 
 

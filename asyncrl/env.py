@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, ClassVar, Protocol, SupportsFloat
 
 import msgspec
@@ -95,6 +96,23 @@ class Env(msgspec.Struct, kw_only=True, dict=True):
         The default makes the first prompt, so that a missing file, column or library is reported there.
         """
         next(iter(self.prompts()), None)
+
+    async def validate(self, num_prompts: int = 8) -> list[str]:
+        """Play the reference responses of the first prompts; returns what does not score full marks, a line each.
+
+        Empty when all do, or when the environment knows no references. Multi-turn environments are played in full.
+        """
+        from asyncrl.scripted import play  # it imports this module
+
+        wrong = []
+        for prompt in islice(self.prompts(), num_prompts):
+            reference = self.reference(prompt)
+            if reference is None:
+                continue
+            _, result = await play(self, prompt, reference)
+            if not math.isclose(result.reward, self.full_marks, abs_tol=1e-6):
+                wrong.append(f"prompt {prompt.id}: its own reference scores {result.reward:g}, not {self.full_marks:g}")
+        return wrong
 
     def evaluation(self) -> Env:
         """The environment that measures progress on this one: by default the same with another seed."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from asyncrl.chat import Chat
 from asyncrl.env import Env, Score, checked
-from asyncrl.types import Completion, Message, Prompt
+from asyncrl.types import Completion, Episode, Message, Prompt
 
 Script = str | Sequence[str] | Callable[[str], str]
 """One reply for every turn, one reply per turn, or a function from the text of the context to the reply."""
@@ -77,6 +77,12 @@ class Scripted:
                 f"the environment asked for turn {len(self.calls) + 1} of a script with {len(self.script)}"
             )
         return self.script[len(self.calls)]
+
+
+async def play(env: Env, prompt: Prompt, script: Script, *, chat: Chat | None = None) -> tuple[Scripted, Episode]:
+    """One rollout of the environment against a script: the model that played, with its calls, and the episode."""
+    generate = Scripted(env, script, chat=chat)
+    return generate, await env.rollout(prompt, generate)
 
 
 CHAT_TEMPLATE = (

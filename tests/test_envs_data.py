@@ -110,7 +110,7 @@ def test_an_unknown_split_names_the_splits_there_are(tmp_path: Path) -> None:
 
 def test_an_empty_dataset_is_refused(tmp_path: Path) -> None:
     (tmp_path / "d.csv").write_text("question,answer\n")
-    with pytest.raises(ValueError, match="no rows|no data"):
+    with pytest.raises(ValueError, match=r"no rows|no data"):
         take(config(tmp_path / "d.csv"), 1)
 
 

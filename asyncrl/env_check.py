@@ -1,0 +1,294 @@
+"""Does an environment work? Runs it for a few prompts with a scripted model and says in plain words what is wrong.
+
+`asyncrl envs check TARGET` prints the report; tests call `check`. No engine and no model: what the environment calls a
+reference is played against it and must score full marks, nonsense must score less, and the masks are compared with what
+the scripted model really said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from functools import cache
+from itertools import islice
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from asyncrl import keys
+from asyncrl.chat import Chat
+from asyncrl.env import Env
+from asyncrl.registry import ENVS
+from asyncrl.scripted import OutOfScript, Scripted, byte_tokenizer, play
+from asyncrl.types import NOT_SAMPLED, Episode, Prompt
+
+NONSENSE = "zzz?"
+MAX_TURNS = 200
+ROLLOUT_LIMIT_S = 60.0
+SLOW_S = 1.0
+Level = Literal["error", "warning", "ok"]
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that was looked at."""
+
+    level: Level
+    text: str
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """Everything that was found about one environment."""
+
+    target: str
+    findings: list[Finding] = []
+
+    @property
+    def ok(self) -> bool:
+        return all(f.level != "error" for f in self.findings)
+
+    def add(self, level: Level, text: str) -> None:
+        self.findings.append(Finding(level, text))
+
+    def __str__(self) -> str:
+        marks = {"error": "WRONG", "warning": "  hmm", "ok": "   ok"}
+        lines = [f"{marks[f.level]}  {f.text}" for f in self.findings]
+        wrong = sum(f.level == "error" for f in self.findings)
+        verdict = "works" if not wrong else f"does not work: {wrong} thing{'s' * (wrong > 1)} wrong"
+        return "\n".join([*lines, f"{self.target} {verdict}"])
+
+
+class Broken(Exception):
+    """A check that cannot go on; its text is a finding."""
+
+
+def check(target: str, *, fields: Mapping[str, Any] | None = None, num_prompts: int = 4) -> Report:
+    """Check the environment called `target` (a name or an import path), built with `fields` of its section.
+
+    Never raises for what is wrong with the environment: that is the report.
+    """
+    report = Report(target=target)
+    try:
+        env = _built(target, fields or {})
+        report.add("ok", f"{type(env).__name__} is built with its defaults" if not fields else "it is built")
+        _fresh_process(report, target)
+        prompts = _prompts(report, env, num_prompts)
+        asyncio.run(_rollouts(report, env, prompts))
+    except Broken as broken:
+        report.add("error", str(broken))
+    return report
+
+
+def _built(target: str, fields: Mapping[str, Any]) -> Env:
+    with _blamed("it cannot be built"):
+        cls = ENVS.get(target)
+        if not issubclass(cls, Env):
+            raise Broken(f"{cls.__name__} must subclass asyncrl.Env")
+        env = keys.convert(fields, cls, section="env")
+        again = keys.convert(msgspec.to_builtins(env), cls, section="env")
+    if msgspec.to_builtins(again) != msgspec.to_builtins(env):
+        raise Broken("its fields do not survive being written to config.yaml and read back, which every process does")
+    return env
+
+
+def _fresh_process(report: Report, target: str) -> None:
+    """Generators and reward workers import it anew, without torch."""
+    script = "import sys; sys.path[:] = sys.argv[2:]; from asyncrl.registry import ENVS; ENVS.get(sys.argv[1]); "
+    script += "print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script, target, *sys.path], capture_output=True, text=True, timeout=120, check=False
+    )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["it ended without a word"]
+        raise Broken(f"a fresh process cannot import it: {lines[-1]}")
+    if done.stdout.strip().endswith("True"):
+        report.add(
+            "warning", "importing it imports torch, in the replay server and reward workers too: import it later"
+        )
+    else:
+        report.add("ok", "a fresh process imports it, without torch")
+
+
+def _prompts(report: Report, env: Env, num: int) -> list[Prompt]:
+    """The first prompts, checked: types, ids, what travels, the same again, the same from the middle."""
+    started = time.perf_counter()
+    with _blamed("prompts() fails"):
+        env.check()
+        prompts = list(islice(env.prompts(), num))
+    seconds = time.perf_counter() - started
+    if not prompts:
+        raise Broken("prompts() yields nothing")
+    for position, prompt in enumerate(prompts):
+        if not isinstance(prompt, Prompt):
+            raise Broken(f"prompts() must yield asyncrl.Prompt, got {type(prompt).__name__}")
+        if prompt.id != position:
+            raise Broken(f"prompt ids must be positions: the prompt at position {position} has id {prompt.id}")
+        _travels(report, prompt)
+    with _blamed("prompts() fails the second time"):
+        if list(islice(env.prompts(), num)) != prompts:
+            raise Broken("prompts() gives other prompts the second time: a resumed run would not see the same data")
+        middle = len(prompts) // 2
+        if list(islice(env.prompts(middle), num - middle)) != prompts[middle:]:
+            raise Broken(
+                f"prompts({middle}) does not go on where prompts() would be: a resumed run would lose its place"
+            )
+    report.add("ok", f"prompts: {len(prompts)} read in {seconds:.2f} s, resumable, the same each time")
+    return prompts
+
+
+def _travels(report: Report, prompt: Prompt) -> None:
+    """Prompts go to generators as JSON-like values."""
+    try:
+        there = msgspec.msgpack.decode(msgspec.msgpack.encode(prompt), type=Prompt)
+    except (TypeError, msgspec.MsgspecError) as error:
+        raise Broken(f"prompt {prompt.id} cannot travel: target and metadata must be JSON values ({error})") from None
+    if there != prompt:
+        report.add("warning", f"prompt {prompt.id} changes on its way to a generator (tuples become lists, keys text)")
+
+
+async def _rollouts(report: Report, env: Env, prompts: list[Prompt]) -> None:
+    references = [(p, env.reference(p)) for p in prompts]
+    known = [(p, r) for p, r in references if r is not None]
+    for prompt, reference in known:
+        played, episode, seconds = await _played(report, env, prompt, reference, "its reference response")
+        _masks(played, episode, prompt)
+        if not math.isclose(episode.reward, env.full_marks, abs_tol=1e-6):
+            raise Broken(
+                f"prompt {prompt.id}: its own reference response scores {episode.reward:g}, not {env.full_marks:g}"
+                f"; the response was {reference!r}, the target {prompt.target!r}"
+            )
+    if known:
+        report.add("ok", f"rewards: {len(known)} reference responses score {env.full_marks:g}")
+        observed = int((~episode.loss_mask).sum())
+        report.add("ok", f"masks: what was sampled is trained, {observed} shown tokens of the last episode are not")
+        report.add("ok", f"timing: the last rollout took {seconds:.3f} s, {len(played.calls)} turns")
+    else:
+        report.add("warning", "it has no reference(prompt): full marks cannot be checked")
+    await _nonsense(report, env, prompts, has_references=bool(known))
+    _siblings(report, env, prompts[0], [episode, episode] if known else [])
+
+
+async def _nonsense(report: Report, env: Env, prompts: list[Prompt], *, has_references: bool) -> None:
+    """What a model says at first: noise and nothing. It must score, and less than full marks."""
+    scores = []
+    for script in (NONSENSE, ""):
+        for prompt in prompts[:2]:
+            played, episode, _ = await _played(report, env, prompt, _limited(script), f"the response {script!r}")
+            _masks(played, episode, prompt)
+            scores.append(episode.reward)
+    if has_references and min(scores) >= env.full_marks:
+        raise Broken(f"nonsense scores {scores[0]:g} too: the reward tells nothing apart")
+    report.add("ok", f"nonsense scores {min(scores):g} to {max(scores):g}")
+
+
+@cache
+def _chat() -> Chat:
+    """One token per byte and a chat template: any text, no model. Made before anything is timed."""
+    return Chat(tokenizer=byte_tokenizer())
+
+
+def _limited(text: str) -> Callable[[str], str]:
+    turns = 0
+
+    def reply(context: str) -> str:
+        nonlocal turns
+        turns += 1
+        if turns > MAX_TURNS:
+            raise OutOfScript(f"after {MAX_TURNS} turns the environment still asks: bound the number of turns")
+        return text
+
+    return reply
+
+
+async def _played(report: Report, env: Env, prompt: Prompt, script: Any, what: str) -> tuple[Scripted, Episode, float]:
+    """One rollout with its time."""
+    _chat()
+    started = time.perf_counter()
+    try:
+        with _blamed(f"rollout of prompt {prompt.id} with {what} fails"):
+            played, episode = await asyncio.wait_for(play(env, prompt, script, chat=_chat()), ROLLOUT_LIMIT_S)
+    except TimeoutError:
+        raise Broken(f"rollout of prompt {prompt.id} with {what} takes longer than {ROLLOUT_LIMIT_S:g} s") from None
+    seconds = time.perf_counter() - started
+    if not isinstance(episode, Episode):
+        raise Broken(f"rollout must return asyncrl.Episode, got {type(episode).__name__}")
+    own_rollout = type(env).rollout is not Env.rollout
+    if own_rollout and seconds > SLOW_S:
+        report.add("warning", f"a rollout without a model took {seconds:.1f} s; what blocks belongs into score()")
+    elif seconds > SLOW_S:
+        report.add("warning", f"score() took {seconds:.1f} s; generation.reward_timeout_s ends it after 30 s")
+    return played, episode, seconds
+
+
+def _masks(played: Scripted, episode: Episode, prompt: Prompt) -> None:
+    """The episode is made of exactly the tokens the model was given and said, and trains what it said."""
+    size = len(episode.token_ids)
+    for name in ("logprobs", "versions", "loss_mask"):
+        if len(getattr(episode, name)) != size:
+            raise Broken(f"prompt {prompt.id}: {name} has {len(getattr(episode, name))} entries for {size} tokens")
+    mask = np.asarray(episode.loss_mask)
+    if mask.dtype != bool:
+        raise Broken(f"prompt {prompt.id}: loss_mask must be boolean, got {mask.dtype}")
+    whole = [*map(int, episode.prompt_ids), *map(int, episode.token_ids)]
+    spoken = np.zeros(len(whole), bool)
+    for turn, call in enumerate(played.calls, 1):
+        given = [*map(int, call.prompt_ids), *map(int, call.token_ids)]
+        if whole[: len(given)] != given:
+            raise Broken(
+                f"prompt {prompt.id}, turn {turn}: the episode's tokens are not those the model was given and sampled; "
+                "was text encoded again? Conversation keeps them"
+            )
+        spoken[len(call.prompt_ids) : len(given)] = True
+    spoken = spoken[len(episode.prompt_ids) :]
+    if (mask & ~spoken).any():
+        raise Broken(
+            f"prompt {prompt.id}: {int((mask & ~spoken).sum())} tokens are trained that the model did not sample"
+        )
+    if size and not mask.any():
+        raise Broken(f"prompt {prompt.id}: no token is trained")
+    if (np.asarray(episode.versions)[~spoken] != NOT_SAMPLED).any():
+        raise Broken(f"prompt {prompt.id}: tokens that were not sampled must have version {NOT_SAMPLED}")
+    _parts(episode, prompt)
+
+
+def _parts(episode: Episode, prompt: Prompt) -> None:
+    if not math.isfinite(episode.reward):
+        raise Broken(f"prompt {prompt.id}: the reward is {episode.reward}")
+    if episode.rewards and not math.isclose(sum(episode.rewards.values()), episode.reward, abs_tol=1e-6):
+        raise Broken(f"prompt {prompt.id}: the named rewards {episode.rewards} do not add up to {episode.reward:g}")
+
+
+def _siblings(report: Report, env: Env, prompt: Prompt, episodes: list[Episode]) -> None:
+    if not episodes or type(env).score_group is Env.score_group:
+        return
+    with _blamed("score_group fails"):
+        scored = env.score_group(episodes, prompt)
+    if len(scored) != len(episodes):
+        raise Broken(f"score_group must return every sibling, got {len(scored)} of {len(episodes)}")
+    report.add("ok", "score_group returns every sibling")
+
+
+class _blamed:
+    """Turns what the environment raises into a finding: it is the environment that is being tried."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception) and not isinstance(error, (Broken, TimeoutError)):
+            where = _last_line(trace)
+            raise Broken(f"{self.what}: {type(error).__name__}: {error}{where}") from error
+
+
+def _last_line(trace: Any) -> str:
+    """Where in the environment's own code it happened."""
+    own = [f for f in traceback.extract_tb(trace) if "asyncrl" not in f.filename.split("/")]
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""

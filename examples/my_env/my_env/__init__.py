@@ -1,0 +1,1 @@
+"""An example of a package with environments for asyncrl."""

@@ -6,10 +6,13 @@ figures. It computes nothing.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
-from asyncrl.metrics import Timer, open_timer, open_trackers
+import numpy as np
+
+from asyncrl.metrics import open_timer, open_trackers
 from asyncrl.replay.client import ReplayClient, Taken
 from asyncrl.settings import Run
 from asyncrl.training import reports
@@ -17,6 +20,8 @@ from asyncrl.training.batch import prepare
 from asyncrl.training.member import Export, Member, Publish, Save, Stop, Train, Wait
 from asyncrl.training.prefetch import Prefetch
 from asyncrl.weights.messages import SyncReport
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.05
 """How often a waiting trainer looks for newcomers and signals."""
@@ -85,7 +90,7 @@ class Director:
                 self._idle_s = now - began - serving_s
                 return taken
             if self.member.sender.newcomers():
-                self._serve()
+                self._publish()
                 serving_s += time.perf_counter() - now
             elif now - beat > self._config.supervise.stall_s:
                 self.member.order(Wait())
@@ -101,10 +106,9 @@ class Director:
             row = self.member.order(Train(step), sequences.encode())
         train_s = time.perf_counter() - start
         self._step = step
-        if step % self._config.training.sync_interval == 0 or step == self._config.training.steps:
+        due = step % self._config.training.sync_interval == 0 or step == self._config.training.steps
+        if due or self.member.sender.newcomers():
             self._publish()
-        elif self.member.sender.newcomers():
-            self._serve()
         self._save_if_due()
         total_s = time.perf_counter() - began
         row |= reports.describe_groups(taken.groups) | reports.describe_sequences(sequences) | taken.metrics
@@ -114,7 +118,9 @@ class Director:
         self._trackers.samples(step, taken.groups)
         self._sync, self._idle_s = {}, 0.0
 
-    def _speed(self, row: dict[str, float], lengths, *, train_s: float, total_s: float) -> dict[str, float]:
+    def _speed(
+        self, row: dict[str, float], lengths_B: np.ndarray, *, train_s: float, total_s: float
+    ) -> dict[str, float]:
         member = self.member
         peak = reports.peak_flops(member.ranks.device)
         speed = {
@@ -123,20 +129,20 @@ class Director:
             "throughput/trained_tokens_per_s": row["tokens/trained"] / total_s,
         }
         if peak is not None:
-            done = reports.flops(member.policy.lm.config, member.num_parameters, lengths)
+            done = reports.flops(member.policy.lm.config, member.num_parameters, lengths_B)
             speed["mfu"] = done / (train_s * peak * member.ranks.size)
         return speed
 
     def _publish(self) -> None:
-        """Weights to the generators, then their version to the replay server, which admits leases by it."""
-        self._serve()
-        self._client.publish(version=self._step, step=self._step)
+        """Weights to the generators that are behind, then their version to the replay server, which admits by it.
 
-    def _serve(self) -> None:
+        Newcomers get the newest weights, also between two syncs: then everybody does.
+        """
         with self._timer("publish", version=self._step):
-            report: SyncReport = self.member.order(Publish(self._live()))
+            report: SyncReport = self.member.order(Publish(self._step))
         for dropped in report.dropped:
-            print(f"asyncrl trainer: generator dropped from the weight sync: {dropped}", flush=True)
+            log.warning("generator %d left the sync at %s: %s", dropped.index, dropped.stage, dropped.reason)
+        self._client.publish(version=self._step, step=self._step)
         if report.receivers:
             self._sync = _describe(report)
 
@@ -171,3 +177,18 @@ class Director:
         self._trackers.close()
         self._timer.close()
         self._client.close()
+
+
+def _describe(report: SyncReport) -> dict[str, float]:
+    """sync/*: seconds, bytes, and GB/s on the wire."""
+    gbps = report.bytes / report.wire_s / 1e9 if report.wire_s else 0.0
+    return {
+        "sync/pause_s": report.pause_s,
+        "sync/wire_s": report.wire_s,
+        "sync/gather_s": report.gather_s,
+        "sync/total_s": report.total_s,
+        "sync/bytes": float(report.bytes),
+        "sync/gbps": gbps,
+        "sync/receivers": float(report.receivers),
+        "sync/dropped": float(len(report.dropped)),
+    }

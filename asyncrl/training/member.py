@@ -19,7 +19,7 @@ from asyncrl.settings import Run
 from asyncrl.training.batch import Sequences
 from asyncrl.training.checkpoint import Checkpointer, Position
 from asyncrl.training.export import export
-from asyncrl.training.model import load_policy, published
+from asyncrl.training.model import load_policy, num_parameters, published
 from asyncrl.training.ranks import Ranks, make_mesh
 from asyncrl.training.reference import make_reference
 from asyncrl.training.sft import WARMUP_BATCH, train_on_demonstrations, warm_up_rate
@@ -73,6 +73,7 @@ class Member:
             self.tokenizer.chat_template = config.model.chat_template
         self._mesh = make_mesh(config.parallelism, ranks)
         self.policy = load_policy(config, ranks, self._mesh)
+        self.num_parameters = num_parameters(self.policy)
         self.checkpoints = Checkpointer(run.dir / "checkpoints", config=config.checkpoint, ranks=ranks)
         self.warm_up: dict[str, float] = {}
         """What the warm-up did, if there was one: sft/steps, sft/loss."""

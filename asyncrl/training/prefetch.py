@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+
 from asyncrl.replay.client import ReplayClient, Taken
 
 

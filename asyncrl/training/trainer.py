@@ -21,7 +21,7 @@ GLOO_MARGIN_S = 300.0
 
 
 def main(run: Run, address: str) -> None:
-    """Train until training.steps, the end of the data, or SIGINT/SIGTERM (a checkpoint, then KeyboardInterrupt)."""
+    """Train until training.steps or the end of the data; SIGINT and SIGTERM end it after a checkpoint, in order."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     stop = _Stop()
     limits = run.config.supervise
@@ -30,17 +30,14 @@ def main(run: Run, address: str) -> None:
         timeout_s=max(limits.stall_limit_s, limits.start_timeout_s) + GLOO_MARGIN_S,
     )
     member = Member(run, ranks)
-    reason = "done"
     if ranks.is_first:
         director = Director(
             run, member, connect=lambda: ReplayClient(address, role="trainer"), interrupted=lambda: stop.asked
         )
-        reason = director.conduct()
+        director.conduct()
     else:
         member.follow()
     leave_ranks()
-    if reason == "interrupted":
-        raise KeyboardInterrupt
 
 
 class _Stop:

@@ -91,6 +91,8 @@ class Buffer:
     largest_bytes: int = 0
     changed: dict[int, Seat] = field(default_factory=dict)
     """Seats that changed since the journal last looked, by position; removed ones included."""
+    used: list[tuple[int, int]] = field(default_factory=list)
+    """(step, position) of uses since then."""
 
     # Leases
 
@@ -169,6 +171,19 @@ class Buffer:
     def finish(self, reason: str) -> None:
         """Grant no more leases."""
         self.finished = self.finished or reason
+
+    def seat_in(self, seat: Seat) -> None:
+        """Put a seat back where it was when the journal wrote it. Seats come in order."""
+        self.line.append(seat)
+        if seat.used_up:
+            self.used_leases[seat.lease_id] = None
+        elif seat.parcel is not None:
+            self._shelve(seat, seat.parcel)
+            self.partial_uses += seat.uses
+        elif seat.owner:
+            self.leased[seat.lease_id] = seat
+        else:
+            heapq.heappush(self.waiting, seat.position)
 
     # Batches
 
@@ -276,14 +291,17 @@ class Buffer:
 
     def _store(self, seat: Seat, parcel: Parcel) -> None:
         del self.leased[seat.lease_id]
-        seat.parcel, seat.owner = parcel, ""
-        self.buffered[seat.lease_id] = seat
+        seat.parcel, seat.num_tokens, seat.owner = parcel, parcel.num_tokens, ""
+        self._shelve(seat, parcel)
         self.ledger.tokens.started += parcel.num_tokens
-        self.bytes_buffered += parcel.nbytes
-        self.tokens_buffered += parcel.num_tokens
         self.largest_bytes = max(self.largest_bytes, parcel.nbytes)
         self.rejected.clear()
         self.changed[seat.position] = seat
+
+    def _shelve(self, seat: Seat, parcel: Parcel) -> None:
+        self.buffered[seat.lease_id] = seat
+        self.bytes_buffered += parcel.nbytes
+        self.tokens_buffered += parcel.num_tokens
 
     def _end_without_group(self, seat: Seat, reason: str, num_tokens: int) -> None:
         del self.leased[seat.lease_id]
@@ -348,6 +366,8 @@ class Buffer:
         parcels = [seat.parcel for seat in seats if seat.parcel is not None]
         for seat, parcel in zip(seats, parcels, strict=True):
             seat.uses += 1
+            seat.last_step = step
+            self.used.append((step, seat.position))
             self.made_uses += 1
             self.partial_uses += 1
             self.trained_means.add(length=parcel.length, reward=parcel.reward)

@@ -51,10 +51,10 @@ class Service:
     incarnation: str
     run: str = "run"
     supervise: SuperviseConfig = field(default_factory=SuperviseConfig)
-    rewind: Callable[[int, int], Buffer] | None = None
-    """(step, version) -> the buffer as it was when that step was checkpointed."""
-    forget: Callable[[int], None] | None = None
-    """Groups consumed up to this step may leave the disk."""
+    rewind: Callable[[int], Buffer]
+    """step -> the buffer as a trainer that resumes from that step's checkpoint finds it."""
+    forget: Callable[[int, Buffer], None]
+    """No checkpoint before this step is kept: groups used up by then may leave the disk."""
     peers: Peers = field(default_factory=Peers)
     parked: dict[tuple[str, int], Waiting] = field(default_factory=dict)
     announced: dict[str, str] = field(default_factory=dict)
@@ -180,11 +180,10 @@ class Service:
                 buffer.finish(reason)
             case messages.Status():
                 return messages.Report(status=self.status(now))
-            case messages.Rewind(step=step, version=version):
-                self._rewind(step, version)
+            case messages.Rewind(step=step):
+                self._rewind(step)
             case messages.Forget(step=step):
-                if self.forget is not None:
-                    self.forget(step)
+                self.forget(step, buffer)
             case messages.Leave():
                 self._leave(peer)
         return messages.Done()
@@ -219,10 +218,9 @@ class Service:
         metrics = self._metrics(now - waiting.since)
         return messages.Taken(num_groups=len(parcels), version=body.version, metrics=metrics), parcels
 
-    def _rewind(self, step: int, version: int) -> None:
-        if self.rewind is None:
-            raise ValueError("this server cannot rewind")
-        self.buffer = self.rewind(step, version)
+    def _rewind(self, step: int) -> None:
+        """Another trainer starts: leases and announcements of the former run are void."""
+        self.buffer = self.rewind(step)
         self.announced.clear()
 
     def _leave(self, peer: Peer) -> None:

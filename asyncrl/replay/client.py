@@ -150,10 +150,13 @@ class ReplayClient:
         """`version`, made by training `step`, is live on the generators."""
         self._call(messages.Publish(version=version, step=step), messages.Done)
 
-    def rewind(self, *, step: int) -> None:
-        """A trainer starts from the checkpoint of `step`, or from the beginning (0): what was used later is available
-        again, and what was in flight is leased again. First of all requests; raises ValueError when it is impossible."""
-        self._call(messages.Rewind(step=step), messages.Done)
+    def rewind(self, *, step: int, version: int) -> None:
+        """A trainer starts with `version` from the checkpoint of `step`, or afresh (0, 0). The first of its requests.
+
+        What was used later is available again, what was in flight is leased again. Raises ValueError when the
+        journal does not reach back that far.
+        """
+        self._call(messages.Rewind(step=step, version=version), messages.Done)
 
     def forget(self, *, step: int) -> None:
         """No checkpoint older than `step` is kept: what was consumed up to it can leave the disk."""

@@ -1,15 +1,15 @@
-"""The buffer on disk: an acknowledged insert survives `kill -9` of any process, and a run resumes where its checkpoint is.
+"""The buffer on disk: an acknowledged insert survives `kill -9` of any process, and a run resumes exactly.
 
-Called by `server.py`: `commit` once per turn, before that turn's replies leave; `restore` at start; `rewind` when a resumed
-trainer names its checkpoint; `forget` when old checkpoints are gone. SQLite in WAL mode holds seats, prompts, which step
-used which seat, and the counters; `segments.py` holds the groups' bytes. One thread, one connection.
+Called by `server.py`: `commit` once per turn, before that turn's replies leave; `restore` at start; `rewind` when a
+resumed trainer names its checkpoint; `forget` when old checkpoints are gone. SQLite in WAL mode holds seats, prompts,
+which step used which seat, and the counters; `segments.py` holds the groups' bytes. One thread, one connection.
 """
 
 from __future__ import annotations
 
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import msgspec
 
 from asyncrl.replay.buffer import TAKES_KEPT, Buffer
 from asyncrl.replay.ledger import Ledger, Means
-from asyncrl.replay.line import Seat
+from asyncrl.replay.line import Changes, Seat
 from asyncrl.replay.parcel import Parcel, parcel_of
 from asyncrl.replay.segments import Place, Segments
 from asyncrl.types import NOT_SAMPLED, Prompt
@@ -66,7 +66,8 @@ class Journal:
     def __init__(self, folder: Path, blank: Callable[[int], Buffer]) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._blank = blank
-        self._db = sqlite3.connect(folder / "journal.sqlite", isolation_level=None)
+        # Opened by whoever builds the server, then used by the one thread that runs it.
+        self._db = sqlite3.connect(folder / "journal.sqlite", isolation_level=None, check_same_thread=False)
         self._db.execute("pragma journal_mode = wal")
         self._db.execute("pragma synchronous = normal")
         self._db.executescript(_TABLES)
@@ -80,43 +81,47 @@ class Journal:
 
     def commit(self, buffer: Buffer, announced: dict[str, str]) -> None:
         """Make everything that changed since the last commit safe. Raises JournalFull."""
-        counters = _ENCODER.encode(_counters(buffer, announced))
-        if not buffer.changed and not buffer.used and counters == self._written:
+        changes, counters = buffer.changes, _ENCODER.encode(_counters(buffer, announced))
+        if not changes.seats and counters == self._written:
             return
         try:
-            rows = [self._row(seat) for seat in buffer.changed.values() if not seat.removed]
+            for position, parcel in changes.arrived.items():
+                self._places[position] = _ENCODER.encode(self._segments.append(parcel.frames))
             with _Transaction(self._db):
-                self._write(buffer, rows, counters)
+                self._write(changes, buffer.uses_by_step, counters)
         except (OSError, sqlite3.OperationalError) as error:
             raise JournalFull(
                 f"the replay journal cannot be written: {error}; free some space and resume the run, nothing that was "
                 "acknowledged is lost"
             ) from error
         self._written = counters
-        buffer.changed.clear()
-        buffer.used.clear()
+        changes.clear()
 
-    def _write(self, buffer: Buffer, rows: list[tuple[Any, ...]], counters: bytes) -> None:
+    def _write(self, changes: Changes, uses_by_step: dict[int, int], counters: bytes) -> None:
         run = self._db.executemany
-        run("insert or replace into seats values (?,?,?,?,?,?,?,?,?,?,?)", rows)
-        new = [s for s in buffer.changed.values() if not s.stored and not s.removed]
-        run("insert or replace into prompts values (?,?)", [(s.position, _ENCODER.encode(s.prompt)) for s in new])
-        gone = [(s.position,) for s in buffer.changed.values() if s.removed]
-        for table in ("seats", "prompts", "used"):
-            run(f"delete from {table} where position = ?", gone)
-        run("insert or replace into used values (?,?)", buffer.used)
-        run("insert or replace into steps values (?,?)", list(buffer.uses_by_step.items()))
-        self._db.execute("insert or replace into meta values (0, ?, ?)", (FORMAT, counters))
-        for seat in new:
+        present = [s for s in changes.seats.values() if not s.removed]
+        run(f"insert or replace into seats values ({','.join('?' * 11)})", [self._row(s) for s in present])
+        new = [(s.position, _ENCODER.encode(s.prompt)) for s in present if not s.stored]
+        run("insert or replace into prompts values (?, ?)", new)
+        for seat in present:
             seat.stored = True
+        self._delete(s.position for s in changes.seats.values() if s.removed)
+        run("insert or replace into used values (?, ?)", changes.uses)
+        run("insert or replace into steps values (?, ?)", list(uses_by_step.items()))
+        self._db.execute("insert or replace into meta values (0, ?, ?)", (FORMAT, counters))
 
     def _row(self, seat: Seat) -> tuple[Any, ...]:
-        place = self._places.get(seat.position)
-        if seat.parcel is not None and place is None:
-            place = self._places[seat.position] = _ENCODER.encode(self._segments.append(seat.parcel.frames))
         state = USED_UP if seat.used_up else BUFFERED if seat.parcel else LEASED if seat.owner else WAITING
         lease = (seat.attempt, seat.lease_id, seat.owner, seat.request, seat.version)
+        place = self._places.get(seat.position)
         return (seat.position, state, *lease, seat.rewound, seat.num_tokens, seat.last_step, place)
+
+    def _delete(self, positions: Iterable[int]) -> None:
+        gone = [(p,) for p in positions]
+        for table in ("seats", "prompts", "used"):
+            self._db.executemany(f"delete from {table} where position = ?", gone)
+        for (position,) in gone:
+            self._places.pop(position, None)
 
     def forget(self, step: int, buffer: Buffer) -> None:
         """Nobody will rewind to before `step`: remove what was used up by then and has left the line."""
@@ -126,11 +131,8 @@ class Journal:
             (USED_UP, step, buffer.line.anchor(buffer.cursor)),
         ).fetchall()
         with _Transaction(self._db):
-            for table in ("seats", "prompts", "used"):
-                self._db.executemany(f"delete from {table} where position = ?", gone)
+            self._delete(position for (position,) in gone)
             self._db.execute("delete from steps where step < ?", (step,))
-        for (position,) in gone:
-            self._places.pop(position, None)
         self._segments.keep(self._used_segments())
         self._segments.trim(SPARE_SEGMENTS)
 
@@ -168,30 +170,31 @@ class Journal:
         """The buffer as a trainer finds it that resumes from the checkpoint of `step`.
 
         What was used later is available again and nothing before; groups that were in flight are leased again. No lease
-        is granted before weights are published. Raises ValueError when the journal does not reach back that far.
+        is granted before weights are published. Step 0 is no checkpoint: everything starts afresh. Raises ValueError
+        when the journal does not reach back that far.
         """
-        found = self._db.execute("select value from meta").fetchone()
         uses = self._db.execute("select uses from steps where step = ?", (step,)).fetchone()
-        if found is None and step == 0:
-            return self._blank(0)
+        if uses is None and step:
+            raise ValueError(
+                f"the replay journal cannot go back to step {step}; without its journal a run resumes with "
+                "replay.journal false, and then repeats or skips some prompts"
+            )
         with _Transaction(self._db):
-            if uses is None and step == 0:  # no checkpoint was ever made and what came first is forgotten: start afresh
+            if step:
+                self._undo(step, uses[0])
+            else:
                 for table in ("meta", "seats", "prompts", "used", "steps"):
                     self._db.execute(f"delete from {table}")
-            elif uses is None:
-                raise ValueError(
-                    f"the replay journal cannot go back to step {step}; without its journal a run resumes with "
-                    "replay.journal false, and then repeats or skips some prompts"
-                )
-            else:
-                self._undo(step, uses[0], _COUNTERS.decode(found[0]))
         self._places.clear()
+        self._segments.keep(self._used_segments())
         self._written = b""
         return self.restore()[0]
 
-    def _undo(self, step: int, uses: int, counters: Counters) -> None:
+    def _undo(self, step: int, uses: int) -> None:
         """In the database: make every use after `step` undone and every lease ended."""
-        run, ledger = self._db.execute, counters.ledger
+        run = self._db.execute
+        counters = _COUNTERS.decode(run("select value from meta").fetchone()[0])
+        ledger = counters.ledger
         back = f"state = {USED_UP} and last_step > {step:d}"
         (groups, tokens) = run(f"select count(*), coalesce(sum(num_tokens), 0) from seats where {back}").fetchone()
         ledger.groups.trained -= groups
@@ -203,8 +206,8 @@ class Journal:
         run(f"update seats set state = {BUFFERED} where {back}")
         run(f"update seats set rewound = 1 where state = {BUFFERED}")
         run(
-            "update seats set last_step = coalesce((select max(step) from used where used.position = seats.position), 0) "
-            "where last_step > ?",
+            "update seats set last_step = coalesce((select max(step) from used where used.position = seats.position), "
+            "0) where last_step > ?",
             (step,),
         )
         # A crash is not the prompt's fault: the next lease counts as the same attempt.
@@ -219,21 +222,8 @@ class Journal:
             "select seats.*, prompt, (select count(*) from used where used.position = seats.position) "
             "from seats join prompts using (position) order by position"
         )
-        for (
-            position,
-            state,
-            attempt,
-            lease_id,
-            owner,
-            request,
-            version,
-            rewound,
-            tokens,
-            last,
-            place,
-            prompt,
-            uses,
-        ) in rows:
+        for position, state, *lease, rewound, num_tokens, last_step, place, prompt, uses in rows:
+            attempt, lease_id, owner, request, version = lease
             seat = Seat(
                 position=position,
                 prompt=_PROMPTS.decode(prompt),
@@ -247,8 +237,8 @@ class Journal:
                 uses=uses,
                 used_up=state == USED_UP or uses >= reuse,
                 rewound=bool(rewound),
-                num_tokens=tokens,
-                last_step=last,
+                num_tokens=num_tokens,
+                last_step=last_step,
                 stored=True,
             )
             yield seat, place
@@ -270,7 +260,7 @@ class Journal:
         found = self._db.execute("select format from meta").fetchone()
         if found is not None and found[0] != FORMAT:
             raise ValueError(
-                f"{folder} was written by another version of asyncrl (format {found[0]}, expected {FORMAT})"
+                f"{folder} has journal format {found[0]}, this asyncrl writes {FORMAT}: resume with the same"
             )
 
 

@@ -40,6 +40,16 @@ class Ledger(msgspec.Struct, kw_only=True):
     groups: Account = msgspec.field(default_factory=Account)
     tokens: Account = msgspec.field(default_factory=Account)
 
+    def report(self, *, buffered: int, in_flight: int, tokens_buffered: int) -> dict[str, float]:
+        """Both accounts, closed, and the drops by reason, under the names of the metrics."""
+        groups = self.groups.entries(buffered=buffered, in_flight=in_flight)
+        tokens = self.tokens.entries(buffered=tokens_buffered, in_flight=0)
+        return (
+            {f"ledger/{k}": v for k, v in groups.items()}
+            | {f"ledger_tokens/{k}": v for k, v in tokens.items()}
+            | {f"dropped/{k}": v for k, v in self.groups.dropped.items()}
+        )
+
 
 class Means(msgspec.Struct, kw_only=True):
     """Running means of length and reward, to show what dropping does to the data."""

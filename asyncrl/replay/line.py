@@ -59,6 +59,26 @@ class Seat:
 
 
 @dataclass(slots=True)
+class Changes:
+    """What happened since the journal last looked."""
+
+    seats: dict[int, Seat] = field(default_factory=dict)
+    """By position; removed ones included."""
+    arrived: dict[int, Parcel] = field(default_factory=dict)
+    """Groups by position, also when they have been used up since."""
+    uses: list[tuple[int, int]] = field(default_factory=list)
+    """(step, position)."""
+
+    def add(self, seat: Seat) -> None:
+        self.seats[seat.position] = seat
+
+    def clear(self) -> None:
+        self.seats.clear()
+        self.arrived.clear()
+        self.uses.clear()
+
+
+@dataclass(slots=True)
 class Line:
     """Seats by position, ascending. The first one is always the anchor: the oldest that is not used up."""
 
@@ -103,6 +123,11 @@ class Line:
             picked.add(heapq.heappop(open_)[1])
         return [self.seats[p] for p in sorted(picked)]
 
+    def anchor(self, default: int) -> int:
+        """Position of the oldest seat that is not used up; `default` when there is none."""
+        return next(iter(self.seats), default)
+
     def trim(self) -> None:
+        """Let go of used-up seats that the anchor has passed."""
         while self.seats and (first := next(iter(self.seats.values()))).used_up:
             del self.seats[first.position]

@@ -98,6 +98,7 @@ class Rewind(_Message):
     """The trainer resumes from the checkpoint of `step` (0: from the start); what was used later is available again."""
 
     step: int
+    version: int
 
 
 class Forget(_Message):

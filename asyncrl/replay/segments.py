@@ -1,8 +1,8 @@
 """Where the journal keeps the bytes of groups: append-only files of fixed size beside the SQLite database.
 
-Used by `journal.py` alone. Token arrays go here, not into SQLite, because a group of 256 KB costs 0.03 ms of CPU to write
-over a file that is already there and 0.5 ms to insert as a blob, which SQLite checksums and writes twice. A segment
-whose groups are no longer wanted is written over. What is here without a row in the database does not exist.
+Used by `journal.py` alone. Token arrays go here, not into SQLite, because a group of 256 KB costs 0.03 ms of CPU to
+write over a file that is already there and 0.5 ms to insert as a blob, which SQLite checksums and writes twice. A
+segment whose groups are no longer wanted is written over. What is here without a row in the database does not exist.
 
 A write survives the death of the process as soon as it returns (it is in the kernel's page cache). It is not forced to
 the disk: after a power failure a run resumes from its last checkpoint, and a damaged group is generated again.

@@ -31,6 +31,8 @@ TURN_S = 0.1
 """Longest wait for a message; leases and silences are looked at as often."""
 MAX_STALL_S = 1.0
 """Time that a turn may add to the server's clock: while the server itself stood still, nobody else was late."""
+FORGET_STEPS = 8
+"""Without checkpoints, used-up groups leave the disk every this many steps."""
 ADDRESS_FILE = "address.json"
 
 
@@ -43,9 +45,18 @@ class StopEvent(Protocol):
 class Server:
     """Binds on construction; `run` serves until told to stop."""
 
-    def __init__(self, service: Service, *, bind: str = "tcp://127.0.0.1:*", journal: Journal | None = None) -> None:
+    def __init__(
+        self,
+        service: Service,
+        *,
+        bind: str = "tcp://127.0.0.1:*",
+        journal: Journal | None = None,
+        keep_steps: bool = True,
+    ) -> None:
+        """`keep_steps` False: there will be no checkpoint to go back to, so used-up groups leave the disk early."""
         _check_bind(bind)
         self.service, self._journal = service, journal
+        self._keep_no_steps, self._forgotten = not keep_steps, 0
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         for option, value in _SOCKET_OPTIONS.items():
@@ -80,8 +91,7 @@ class Server:
             self.service.settle(now)
             self.service.tick(now)
         finally:
-            if self._journal is not None:  # before the replies: what is acknowledged is safe
-                self._journal.commit(self.service.buffer, self.service.announced)
+            self._commit()
             self._flush()
 
     def close(self) -> None:
@@ -90,6 +100,15 @@ class Server:
             self._journal.close()
         self._socket.close(linger=1000)
         self._context.term()
+
+    def _commit(self) -> None:
+        """Before the replies leave: what is acknowledged is safe."""
+        if self._journal is not None:
+            self._journal.commit(self.service.buffer, self.service.announced)
+            if self._keep_no_steps and self.service.buffer.step >= self._forgotten + FORGET_STEPS:
+                self._forgotten = self.service.buffer.step
+                self._journal.forget(self._forgotten, self.service.buffer)
+        self.service.buffer.changes.clear()
 
     def _flush(self) -> None:
         """Send what was answered. A client that is gone or does not read asks again for what it missed."""
@@ -133,7 +152,7 @@ def open_server(run: Any, *, bind: str) -> Server:
         rewind=(lambda step: journal.rewind(step=step)) if journal else partial(make_buffer_at, run),
         forget=journal.forget if journal else lambda step, buffer: None,
     )
-    return Server(service, bind=bind, journal=journal)
+    return Server(service, bind=bind, journal=journal, keep_steps=config.checkpoint.every > 0)
 
 
 def make_buffer_at(run: Any, step: int) -> Buffer:

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import nan
 
-from asyncrl.replay.ledger import Ledger, Means
+from asyncrl.replay.ledger import Ledger, Means, refuse_endless
 from asyncrl.replay.limiter import Limits
 from asyncrl.replay.line import Changes, Line, Seat
 from asyncrl.replay.parcel import Parcel
@@ -33,10 +33,6 @@ TAKES_KEPT = 2
 """Steps whose groups can be asked for again: the trainer may retry one while it prefetches the next."""
 LEASES_REMEMBERED = 4096
 """Used-up leases whose insert is still answered with yes when it is repeated."""
-
-
-class EndlessRejection(RuntimeError):
-    """So many leases in a row ended without a group that waiting longer is pointless."""
 
 
 class StalenessExceeded(RuntimeError):
@@ -321,13 +317,7 @@ class Buffer:
 
     def _reject(self, reason: str) -> None:
         self.rejected[reason] += 1
-        if self.rejected.total() >= self.limits.max_rejected:
-            reasons = ", ".join(f"{n} {r}" for r, n in self.rejected.most_common())
-            raise EndlessRejection(
-                f"{self.rejected.total()} leases in a row ended without a group to train on ({reasons}). `filtered`: "
-                "all siblings have the same reward, so the task is too hard or too easy for this model. Other reasons: "
-                "failures of rollouts or rewards. replay.max_filtered sets how many batches' worth is too many"
-            )
+        refuse_endless(self.rejected, self.limits.max_rejected)
 
     def _remove(self, seat: Seat) -> None:
         self.line.remove(seat)

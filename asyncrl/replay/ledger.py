@@ -6,6 +6,7 @@ cannot be seen there any more. So `balance` compares two accounts, and it is zer
 
 from __future__ import annotations
 
+from collections import Counter
 from math import isfinite
 
 import msgspec
@@ -64,3 +65,19 @@ class Means(msgspec.Struct, kw_only=True):
             self.num += 1
             self.length += (length - self.length) / self.num
             self.reward += (reward - self.reward) / self.num
+
+
+class EndlessRejection(RuntimeError):
+    """So many leases in a row ended without a group that waiting longer is pointless."""
+
+
+def refuse_endless(rejected: Counter[str], limit: int) -> None:
+    """Raise EndlessRejection when `limit` leases in a row, counted by reason, ended without a group."""
+    if rejected.total() < limit:
+        return
+    reasons = ", ".join(f"{n} {r}" for r, n in rejected.most_common())
+    raise EndlessRejection(
+        f"{rejected.total()} leases in a row ended without a group to train on ({reasons}). `filtered`: all siblings have "
+        "the same reward, so the task is too hard or too easy for this model. Other reasons: failures of rollouts or "
+        "rewards. replay.max_filtered sets how many batches' worth is too many"
+    )

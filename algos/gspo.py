@@ -24,7 +24,7 @@ class GSPO(Algorithm):
     objective: ObjectiveName = "gspo"
     """The policy loss per token."""
     aggregation: Aggregation = "sequence_mean"
-    """How tokens are weighted over the optimiser step"s whole batch."""
+    """How tokens are weighted over the optimiser step's whole batch."""
     clip_low: float | None = 0.0003
     """Lower clip of the ratio, at 1 - clip_low."""
     clip_high: float | None = 0.0004

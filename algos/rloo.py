@@ -29,6 +29,6 @@ class RLOO(Algorithm):
     correction: CorrectionName = "token_tis"
     """Detached weight or mask for stale data."""
     aggregation: Aggregation = "sequence_sum"
-    """How tokens are weighted over the optimiser step"s whole batch."""
+    """How tokens are weighted over the optimiser step's whole batch."""
     correction_cap: float | None = 2.0
     """Largest weight."""

@@ -22,7 +22,7 @@ class SAPO(Algorithm):
     objective: ObjectiveName = "sapo"
     """The policy loss per token."""
     aggregation: Aggregation = "sequence_mean"
-    """How tokens are weighted over the optimiser step"s whole batch."""
+    """How tokens are weighted over the optimiser step's whole batch."""
     tau_positive: float | None = 1.0
     """Temperature of the gate where A > 0."""
     tau_negative: float | None = 1.05

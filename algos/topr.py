@@ -29,6 +29,6 @@ class TOPR(Algorithm):
     advantage: Advantage = "group_mean"
     """How rewards become advantages."""
     aggregation: Aggregation = "sequence_sum"
-    """How tokens are weighted over the optimiser step"s whole batch."""
+    """How tokens are weighted over the optimiser step's whole batch."""
     topr_level: Literal["token", "sequence"] | None = "sequence"
     """Whose ratio tapers negatives"""

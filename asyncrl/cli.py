@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from asyncrl import help as pages
 from asyncrl.arguments import Arguments, parse
@@ -43,7 +43,7 @@ def train(args: Arguments) -> int:
     if "help" in args.flags:
         return _help("train", args)
     if "role" in args.options:
-        return _role(args)
+        _role(args)
     from asyncrl.settings import check, dump, resume
 
     _no_names(args)
@@ -73,18 +73,31 @@ def algos(args: Arguments) -> int:
 
 def envs(args: Arguments) -> int:
     """A line for each environment, the page of one, or `check NAME`."""
-    from asyncrl.env_docs import build, check, page, table
+    from asyncrl.env_docs import page, table
     from asyncrl.settings import import_all
 
-    import_all(args.overrides.pop("imports", []))
+    imports = args.overrides.pop("imports", [])
+    import_all(imports)
     if args.names[:1] == ["check"] and len(args.names) == 2:
-        return check(build(args.names[1], args.overrides), args.names[1])
+        return _check_environment(args.names[1], args.overrides, imports)
     _no_overrides(args)
     if args.names:
         print("\n\n".join(page(name) for name in args.names), end="")
     else:
         _table(table())
     return 0
+
+
+def _check_environment(target: str, overrides: dict[str, Any], imports: list[str]) -> int:
+    from asyncrl.env_check import check
+
+    stray = [key for key in overrides if not key.startswith("env.")]
+    if stray:
+        raise ValueError(f"asyncrl envs check takes --env.key options, got --{stray[0]}")
+    fields = {key.removeprefix("env."): value for key, value in overrides.items()}
+    report = check(target, fields=fields, imports=imports)
+    print(report)
+    return 0 if report.ok else 1
 
 
 def plot(args: Arguments) -> int:
@@ -134,7 +147,7 @@ def _help(command: str, args: Arguments) -> int:
     return 0
 
 
-def _role(args: Arguments) -> int:
+def _role(args: Arguments) -> NoReturn:
     role = args.options["role"]
     if role not in ROLES:
         raise ValueError(f"--role {role}: known roles are {', '.join(ROLES)}")
@@ -146,7 +159,7 @@ def _role(args: Arguments) -> int:
         raise ValueError(f"--index must be a whole number, got {index!r}")
     from asyncrl.roles import run_role
 
-    return run_role(role, run_dir=run_dir, index=int(index), address=args.options.get("address"))
+    run_role(role, run_dir=run_dir, index=int(index), address=args.options.get("address"))
 
 
 def _resolved(args: Arguments) -> Any:

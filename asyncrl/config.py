@@ -186,8 +186,8 @@ class WeightsConfig(Section):
     num_buffers: Count = 2
     """Buckets in flight at once."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """How buckets travel. `auto`: nccl from a GPU, gloo from a CPU; gloo (through host memory) also where trainer rank 0
-    and a generator share one GPU, which NCCL refuses."""
+    """How buckets travel. `auto`: nccl from a GPU, gloo from a CPU; gloo (through host memory) also where trainer rank
+    0 and a generator share one GPU, which NCCL refuses."""
     timeout_s: Positive = 120.0
     """Bound of every stage of a sync: join, prepare, each bucket, commit."""
     checksum: bool = True

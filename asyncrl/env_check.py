@@ -8,12 +8,13 @@ the scripted model really said.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import islice
 from typing import Any, Literal
@@ -67,8 +68,12 @@ class Broken(Exception):
     """A check that cannot go on; its text is a finding."""
 
 
-def check(target: str, *, fields: Mapping[str, Any] | None = None, num_prompts: int = 4) -> Report:
+def check(
+    target: str, *, fields: Mapping[str, Any] | None = None, num_prompts: int = 4, imports: Sequence[str] = ()
+) -> Report:
     """Check the environment called `target` (a name or an import path), built with `fields` of its section.
+
+    `imports` are modules or files that register it, already imported here; a fresh process imports them again.
 
     Never raises for what is wrong with the environment: that is the report.
     """
@@ -76,7 +81,7 @@ def check(target: str, *, fields: Mapping[str, Any] | None = None, num_prompts: 
     try:
         env = _built(target, fields or {})
         report.add("ok", f"{type(env).__name__} is built with its defaults" if not fields else "it is built")
-        _fresh_process(report, target)
+        _fresh_process(report, target, imports)
         prompts = _prompts(report, env, num_prompts)
         asyncio.run(_rollouts(report, env, prompts))
     except Broken as broken:
@@ -96,13 +101,13 @@ def _built(target: str, fields: Mapping[str, Any]) -> Env:
     return env
 
 
-def _fresh_process(report: Report, target: str) -> None:
+def _fresh_process(report: Report, target: str, imports: Sequence[str]) -> None:
     """Generators and reward workers import it anew, without torch."""
-    script = "import sys; sys.path[:] = sys.argv[2:]; from asyncrl.registry import ENVS; ENVS.get(sys.argv[1]); "
-    script += "print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", script, target, *sys.path], capture_output=True, text=True, timeout=120, check=False
-    )
+    script = "import sys, json; target, imports, sys.path[:] = json.loads(sys.argv[1]); "
+    script += "from asyncrl.registry import ENVS, import_user_module; [import_user_module(m) for m in imports]; "
+    script += "ENVS.get(target); print('torch' in sys.modules)"
+    command = [sys.executable, "-c", script, json.dumps([target, list(imports), sys.path])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["it ended without a word"]
         raise Broken(f"a fresh process cannot import it: {lines[-1]}")

@@ -146,6 +146,8 @@ class Supervision:
 
     def _plan_restart(self, child: Child) -> None:
         """A generator died: again after a pause, unless it could not even start or the budget is spent."""
+        if self.poller.status.get("finished"):
+            return
         text = obituary(child, self.run_.dir)
         if child.process.returncode > 0 and not self.poller.has_served(child.spec.index, since=child.started):
             raise RunFailed(text)

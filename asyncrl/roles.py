@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import logging
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ import time
 import traceback
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import msgspec
 
@@ -30,8 +32,20 @@ LAUNCHER = "ASYNCRL_LAUNCHER"
 _PR_SET_PDEATHSIG = 1
 
 
-def run_role(role: str, *, run_dir: str, index: int, address: str | None = None) -> int:
-    """Be one process of a run; returns the exit code. A failure is written to errors/<role>-<index>.json."""
+def run_role(role: str, *, run_dir: str, index: int, address: str | None = None) -> NoReturn:
+    """Be one process of a run, to its end. A failure is written to errors/<role>-<index>.json.
+
+    The process ends here, past Python's and C++'s farewells: all that matters is closed by then, and threads of torch's
+    process groups would turn a good end into an abort.
+    """
+    code = _run_role(role, run_dir=run_dir, index=index, address=address)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _run_role(role: str, *, run_dir: str, index: int, address: str | None) -> int:
     index = int(os.environ.get("RANK", index)) if role == "trainer" else index
     die_with_parent()
     _set_title(f"asyncrl {role} {index} {run_dir}")
@@ -39,8 +53,6 @@ def run_role(role: str, *, run_dir: str, index: int, address: str | None = None)
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # kill -USR1 shows where a process stands
     try:
         _start(role, load_run(run_dir), index, address)
-    except SystemExit:
-        raise
     except KeyboardInterrupt:
         return 130
     except BaseException as error:  # noqa: BLE001 (a process boundary: whatever it was, the launcher must hear of it)

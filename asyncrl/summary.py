@@ -1,4 +1,4 @@
-"""The last lines of a run: what came of it, and where everything is. Called by the launcher once all processes ended."""
+"""The last lines of a run: what came of it, and where everything is. Called by the launcher once all have ended."""
 
 from __future__ import annotations
 

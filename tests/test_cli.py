@@ -96,7 +96,7 @@ def test_algorithms_and_environments_have_a_line_and_a_page_each(capsys):
 
 def test_an_environment_is_checked_against_its_own_answers(capsys):
     code, out, _ = run(capsys, "envs", "check", "sort_digits", "--env.digits", "3")
-    assert (code, out) == (0, "sort_digits: 50 of 50 reference answers earn full marks\n")
+    assert (code, out.splitlines()[-1]) == (0, "sort_digits works")
 
 
 def test_a_users_own_algorithm_and_environment_come_in_by_import(capsys, tmp_path):

@@ -95,7 +95,7 @@ def nobody_left(run: Launched, timeout_s: float = 15.0) -> bool:
 
 
 def balances(run: Launched) -> set[float]:
-    return {row["ledger/balance"] for row in read_rows(run.dir)}
+    return {row["ledger/balance"] for row in read_rows(run.dir) if row["step"]}
 
 
 def test_a_generator_killed_with_9_is_replaced_and_the_run_finishes(launched):
@@ -105,9 +105,9 @@ def test_a_generator_killed_with_9_is_replaced_and_the_run_finishes(launched):
     assert run.wait(150) == 0, run.text
     assert "generator 1 ended (killed by SIGKILL): starting it again" in run.text
     rows = read_rows(run.dir)
-    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert [row["step"] for row in rows if row["step"]] == list(range(1, 13))
     assert balances(run) == {0}
-    assert max(row["staleness/max"] for row in rows) <= 4
+    assert max(row["staleness/max"] for row in rows if row["step"]) <= 4
     for name in (
         "model/config.json",
         "plots/overview.png",

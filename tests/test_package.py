@@ -88,6 +88,19 @@ def test_every_training_command_in_the_readme_resolves(capsys):
     capsys.readouterr()
 
 
+@pytest.mark.slow
+def test_the_environment_in_the_readme_works(tmp_path, capsys, monkeypatch):
+    from asyncrl.cli import main
+
+    (source,) = re.findall(r"```python\n(# my_env\.py.*?)```", (ROOT / "README.md").read_text(), re.S)
+    (tmp_path / "my_env.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    for line in readme_commands("asyncrl"):
+        if "my_env.py" in line:
+            extra = ["--dry-run"] if "train" in line else []
+            assert main([*line.split()[1:], *extra]) == 0, capsys.readouterr()
+
+
 def test_every_make_target_in_the_readme_exists():
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
     commands = readme_commands("make")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from replay_helpers import lease_all, make_buffer, make_parcel
 
-from asyncrl.replay.buffer import MAX_ATTEMPTS, Buffer, EndlessRejection, StalenessExceeded
+from asyncrl.replay.buffer import MAX_ATTEMPTS, Buffer, StalenessExceeded
+from asyncrl.replay.ledger import EndlessRejection
 from asyncrl.types import NOT_SAMPLED
 
 

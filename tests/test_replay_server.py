@@ -26,8 +26,7 @@ from asyncrl.replay.messages import Lease
 @contextmanager
 def serving(run: object, bind: str = "tcp://127.0.0.1:*") -> Iterator[server.Server]:
     """A server in a thread of this process; an error that ends it fails the test."""
-    service = server.make_service(run)
-    made = server.Server(service, bind=bind)
+    made = server.open_server(run, bind=bind)
     stop, errors = threading.Event(), []
 
     def serve() -> None:
@@ -325,18 +324,93 @@ def test_run_without_generators_ends_with_an_error_that_says_so(tmp_path: Path) 
 
 def test_address_that_others_can_reach_needs_keys(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="asyncrl keys new"):
-        server.Server(server.make_service(make_run(str(tmp_path))), bind="tcp://0.0.0.0:*")
+        server.open_server(make_run(str(tmp_path)), bind="tcp://0.0.0.0:*")
 
 
-def test_clients_find_a_restarted_server(tmp_path: Path) -> None:
-    run = make_run(str(tmp_path), training={"batch_size": 1}, target_lag=0)
+def test_server_that_restarts_in_place_goes_on_where_it_was(tmp_path: Path) -> None:
+    run = make_run(str(tmp_path), training={"batch_size": 2}, target_lag=0)
+
+    async def work(client: AsyncReplayClient) -> None:
+        with serving(run, bind=address):
+            await client.hello()
+            leases = await client.lease(2)
+            while len(leases) < 2:
+                leases += await client.lease(1)
+            await answer(client, leases[:1])
+        with serving(run, bind=address):
+            await client.heartbeat({})
+            await answer(client, leases)  # one of them a second time
+            taken = await asyncio.to_thread(trainer.take, step=1, num_groups=2, version=0, timeout_s=10)
+            assert [g.lease_id for g in taken.groups] == [lease.id for lease in leases]
+            await asyncio.to_thread(trainer.publish, version=1, step=1)
+
+    with serving(run) as made:
+        address = made.address
+        trainer = ReplayClient(address, role="trainer")
+        trainer.announce("weights", "here")
+        trainer.publish(version=0, step=0)
+    run_async(work, address)
+    with serving(run, bind=address):
+        assert trainer.lookup("weights", 5) == "here"
+        again = trainer.take(step=1, num_groups=2, version=0, timeout_s=10)
+        assert len(again.groups) == 2
+        assert trainer.status()["version"] == 1
+    trainer.close()
+
+
+def test_resumed_trainer_finds_the_state_of_its_checkpoint(tmp_path: Path) -> None:
+    run = make_run(str(tmp_path), training={"batch_size": 1, "steps": 4}, target_lag=1)
+
+    def train(made: server.Server, start: int, stop: int) -> list[int]:
+        trainer = ReplayClient(made.address, role="trainer")
+        trainer.rewind(step=start, version=start)
+        trainer.publish(version=start, step=start)
+        prompts = []
+
+        async def work(client: AsyncReplayClient) -> None:
+            generating = asyncio.create_task(generate(client))
+            for step in range(start + 1, stop + 1):
+                taken = await asyncio.to_thread(trainer.take, step=step, num_groups=1, version=step - 1, timeout_s=10)
+                prompts.extend(g.prompt.id for g in taken.groups)
+                assert all(0 <= step - 1 - v <= 1 for g in taken.groups for v in g.episodes[0].versions)
+                await asyncio.to_thread(trainer.publish, version=step, step=step)
+            await asyncio.to_thread(trainer.finish, "enough")
+            await generating
+
+        run_async(work, made.address)
+        trainer.close()
+        return prompts
+
+    async def generate(client: AsyncReplayClient) -> None:
+        while leases := await client.lease(1):
+            await answer(client, leases)
+
+    with serving(run) as made:
+        assert train(made, 0, 3) == [0, 1, 2]
+    for _ in range(2):  # the second time it is resumed twice from the same checkpoint
+        with serving(run) as made:
+            assert train(made, 2, 4) == [2, 3]
+            status = ReplayClient(made.address, role="status")
+            assert status.status()["ledger"]["ledger/balance"] == 0
+            status.close()
+
+
+def test_without_a_journal_a_resumed_trainer_goes_on_with_the_next_prompts(tmp_path: Path) -> None:
+    run = make_run(str(tmp_path), training={"batch_size": 2}, target_lag=0, journal=False)
     with serving(run) as made:
         trainer = ReplayClient(made.address, role="trainer")
-        trainer.publish(version=0, step=0)
-    with serving(run, bind=made.address):
-        assert trainer.status(timeout_s=20)["version"] == -1
-        trainer.publish(version=0, step=0)
-    trainer.close()
+        trainer.rewind(step=3, version=3)
+        with pytest.raises(ValueError, match="version 0 cannot go live after version 3"):
+            trainer.publish(version=0, step=0)
+        trainer.publish(version=3, step=3)
+
+        async def work(client: AsyncReplayClient) -> None:
+            assert [lease.prompt.id for lease in await client.lease(2)] == [6, 7]
+
+        run_async(work, made.address)
+        assert trainer.status()["ledger"]["ledger/balance"] == 0
+        trainer.close()
+    assert not (tmp_path / "replay").exists()
 
 
 def test_server_process_writes_its_address_and_ends_when_told(tmp_path: Path) -> None:

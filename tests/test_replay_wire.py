@@ -46,6 +46,7 @@ def groups(draw: st.DrawFn) -> Group:
     )
 
 
+@settings(max_examples=50, deadline=None)
 @given(groups())
 def test_group_survives_the_wire(group: Group) -> None:
     frames = [bytes(f) for f in wire.pack_group(group)]
@@ -92,6 +93,7 @@ def test_arrays_that_do_not_align_are_refused_by_the_sender() -> None:
         wire.pack_group(group)
 
 
+@settings(max_examples=50, deadline=None)
 @given(groups(), st.data())
 def test_truncated_group_is_refused(group: Group, data: st.DataObject) -> None:
     frames = [bytes(f) for f in wire.pack_group(group)]
@@ -139,7 +141,7 @@ def test_long_header_is_refused_before_it_is_decoded() -> None:
         wire.unpack_request(wire.PREFIX + b"\x90" * wire.MAX_HEADER_BYTES)
 
 
-@settings(max_examples=300)
+@settings(max_examples=80, deadline=None)
 @given(st.binary(max_size=200), st.booleans(), st.lists(st.binary(max_size=20), max_size=8))
 def test_random_bytes_are_a_value_error_or_a_message(noise: bytes, prefixed: bool, rest: list[bytes]) -> None:
     frame = wire.PREFIX + noise if prefixed else noise
@@ -154,7 +156,7 @@ def test_random_bytes_are_a_value_error_or_a_message(noise: bytes, prefixed: boo
             continue
 
 
-@settings(max_examples=300)
+@settings(max_examples=80, deadline=None)
 @given(groups(), st.data())
 def test_flipped_bytes_are_a_value_error_or_a_group(group: Group, data: st.DataObject) -> None:
     frames = [bytearray(bytes(f)) for f in wire.pack_group(group)]

@@ -10,6 +10,7 @@ import time
 import msgspec
 import psutil
 import pytest
+import torch
 import weights_peers as peers
 
 from asyncrl.weights.messages import SyncReport
@@ -55,18 +56,20 @@ class World:
     def __init__(self, context):
         self._context, self._peers, self.trainers = context, [], []
 
-    def train(self, ranks=3, orders=None, rows=peers.ROWS, **config):
+    def train(self, ranks=3, orders=None, rows=peers.ROWS, device="cpu", **config):
         self.config = CONFIG | config
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         orders = orders or ["sorted"] * ranks
-        self.trainers = [self._add(peers.trainer, r, ranks, port, self.config, orders, rows) for r in range(ranks)]
+        self.trainers = [
+            self._add(peers.trainer, r, ranks, port, self.config, orders, rows, device) for r in range(ranks)
+        ]
         self.address, *_ = [t.hear("address") for t in self.trainers]
 
-    def generator(self, index, **fault):
+    def generator(self, index, device="cpu", **fault):
         """A generator that has said hello."""
         before = self.newcomers()
-        peer = self._add(peers.generator, self.address, index, f"life-{len(self._peers)}", self.config, fault)
+        peer = self._add(peers.generator, self.address, index, f"life-{len(self._peers)}", self.config, fault, device)
         self.until_newcomers(before + 1)
         return peer
 
@@ -299,3 +302,20 @@ def test_a_trainer_that_dies_leaves_no_generator_in_between(world):
     os.kill(generator.process.pid, signal.SIGCONT)
     generator.say("stop")
     assert generator.hear("discarded") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("how", [KILL, STOP])
+def test_over_nccl_a_generator_lost_mid_broadcast_is_dropped_and_its_replacement_catches_up(world, how):
+    rows = peers.MANY_ROWS
+    world.train(ranks=1, rows=rows, bucket_bytes=1 << 20, device="cuda:0", timeout_s=20.0)
+    doomed = world.generator(0, device="cuda:1", at="load", signal=how, after=1)
+    assert world.publish(1).receivers == 1
+    assert doomed.held() == served(1, rows)
+    report = world.publish(2)
+    assert [(d.index, d.stage) for d in report.dropped] == [(0, "broadcast")]
+    doomed.kill()
+    replacement = world.generator(1, device="cuda:1")
+    assert world.publish(2).receivers == 1
+    assert replacement.held() == served(2, rows)

@@ -108,11 +108,15 @@ def make_learner(algo: Algorithm, config: Config, ranks: Ranks) -> Learner:
     return Learner(policy=policy, algo=algo, config=config, ranks=ranks, reference=None)
 
 
-def run_ranks(script: str, num_ranks: int, *arguments: str, timeout_s: float = 120) -> None:
-    """Run a Python script as `num_ranks` processes of one world; raises with their output when one fails."""
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return probe.getsockname()[1]
+
+
+def run_ranks(script: str, num_ranks: int, *arguments: str, timeout_s: float = 120) -> None:
+    """Run a Python script as `num_ranks` processes of one world; raises with their output when one fails."""
+    port = free_port()
     environment = {
         **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks),
         "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}",

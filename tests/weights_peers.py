@@ -54,7 +54,7 @@ def values(version, rows=ROWS):
 
 def fingerprint(tensors):
     """What a generator holds, small enough for a pipe: name -> (dtype, shape, hash of the bytes)."""
-    flat = {n: t.contiguous().view(-1).view(torch.uint8).numpy() for n, t in tensors.items()}
+    flat = {n: t.cpu().contiguous().view(-1).view(torch.uint8).numpy() for n, t in tensors.items()}
     return {n: [str(t.dtype), list(t.shape), hashlib.sha256(flat[n]).hexdigest()] for n, t in tensors.items()}
 
 
@@ -75,14 +75,16 @@ class Tied(nn.Module):
 class Sharded:
     """A trainer's tensors: an FSDP module with tied weights, DTensors of several placements, and plain tensors."""
 
-    def __init__(self, order, rows):
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        self.module = Tied(rows)
+    def __init__(self, order, rows, device):
+        mesh = init_device_mesh(device.split(":")[0], (dist.get_world_size(),))
+        self.module = Tied(rows).to(device)
         fully_shard(self.module, mesh=mesh)
         placements = {"uneven": Shard(0), "thin": Shard(0), "columns": Shard(1), "replicated": Replicate()}
         first = values(0, rows)
         self.others = {
-            n: distribute_tensor(t, mesh, [placements[n]], src_data_rank=None) if n in placements else t.clone()
+            n: distribute_tensor(t, mesh, [placements[n]], src_data_rank=None)
+            if n in placements
+            else t.to(device, copy=True)
             for n, t in first.items()
             if not n.startswith("fsdp.")
         }
@@ -103,12 +105,21 @@ class Sharded:
         return sorted(pairs, key=lambda pair: pair[0], reverse=self.order == "reversed")
 
 
-def trainer(pipe, rank, size, port, config, orders, rows):
+def trainer(pipe, rank, size, port, config, orders, rows, device):
     """Commands: set+publish a version, count newcomers, close; each rank answers each of them."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    model = Sharded(orders[rank], rows)
-    sender = WeightSender(tensors=model.tensors, rank=rank, config=msgspec.convert(config, WeightsConfig), device="cpu")
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=size,
+    )
+    model = Sharded(orders[rank], rows, device)
+    sender = WeightSender(
+        tensors=model.tensors, rank=rank, config=msgspec.convert(config, WeightsConfig), device=device
+    )
     say(pipe, {"address": sender.address})
     while (command := hear(pipe))["do"] != "close":
         try:
@@ -128,10 +139,10 @@ def trainer(pipe, rank, size, port, config, orders, rows):
 class Holder:
     """An engine that holds tensors. A token it samples is the version it was sampled from."""
 
-    def __init__(self, fault):
+    def __init__(self, fault, device):
         self.version, self.num_weight_ranks = -1, 1
         self.held, self._staged = {}, {}
-        self._receiver, self._fault = Receiver(), fault
+        self._receiver, self._fault, self._device = Receiver(), fault, device
         self.discarded = 0
 
     async def start(self):
@@ -144,7 +155,7 @@ class Holder:
 
     async def join_weights(self, spec):
         self._happen("join")
-        await asyncio.to_thread(self._receiver.join, spec, 0, "cpu")
+        await asyncio.to_thread(self._receiver.join, spec, 0, self._device)
 
     async def receive_weights(self, plan):
         self._staged = {}
@@ -183,15 +194,15 @@ class Holder:
             raise OSError(error)
 
 
-def generator(pipe, address, index, incarnation, config, fault):
+def generator(pipe, address, index, incarnation, config, fault, device):
     """Follows until told to stop; says each version it came to serve; shows what it holds when asked."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    asyncio.run(_generate(pipe, address, index, incarnation, msgspec.convert(config, WeightsConfig), fault))
+    asyncio.run(_generate(pipe, address, index, incarnation, msgspec.convert(config, WeightsConfig), fault, device))
 
 
-async def _generate(pipe, address, index, incarnation, config, fault):
-    engine = Holder(fault)
+async def _generate(pipe, address, index, incarnation, config, fault, device):
+    engine = Holder(fault, device)
     following = asyncio.create_task(
         follow(
             address,

@@ -6,6 +6,7 @@ Called by `Algorithm.check` at start-up, through `settings.check`. Pure: reads k
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.losses.advantages import NEED_A_GROUP, group_of_one
@@ -105,6 +106,7 @@ def _overrides(algo: Algorithm, method: str) -> bool:
     return getattr(type(algo), method) is not getattr(Base, method)
 
 
+@cache
 def _defaults(cls: type[Algorithm]) -> dict[str, Any]:
     import msgspec
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -78,11 +79,11 @@ def anchor(name: str, detached_T: Tensor, batch: Batch) -> Tensor:
 def loss(algo: Algorithm, logprobs_T: Tensor, batch: Batch) -> Loss:
     """All stages: loss per token (T,) and metrics per token."""
     tokens = make_tokens(algo, logprobs_T, batch)
-    metrics: Metrics = {}
+    shaped = tokens
     if algo.beta and algo.kl_in == "reward":
         shaping_T = kl.reward_to_go(logprobs_T, _reference(batch), batch.sequence_T, batch.num_sequences)
-        tokens.advantages_T = tokens.advantages_T - algo.beta * shaping_T
-    loss_T, metrics = algo.surrogate(tokens)
+        shaped = replace(tokens, advantages_T=tokens.advantages_T - algo.beta * shaping_T)
+    loss_T, metrics = algo.surrogate(shaped)
     if algo.correction != "none":
         weight_T = correction(algo, tokens)
         loss_T = loss_T * weight_T

@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import nan
 
-from asyncrl.replay.ledger import Ledger, Means
+from asyncrl.replay.ledger import Ledger, Means, refuse_endless
 from asyncrl.replay.limiter import Limits
-from asyncrl.replay.line import Line, Seat
+from asyncrl.replay.line import Changes, Line, Seat
 from asyncrl.replay.parcel import Parcel
 from asyncrl.replay.samplers import Sampler, oldest_first
 from asyncrl.types import NOT_SAMPLED, Prompt
@@ -33,10 +33,6 @@ TAKES_KEPT = 2
 """Steps whose groups can be asked for again: the trainer may retry one while it prefetches the next."""
 LEASES_REMEMBERED = 4096
 """Used-up leases whose insert is still answered with yes when it is repeated."""
-
-
-class EndlessRejection(RuntimeError):
-    """So many leases in a row ended without a group that waiting longer is pointless."""
 
 
 class StalenessExceeded(RuntimeError):
@@ -64,6 +60,8 @@ class Buffer:
     """Uses made of groups that have some left."""
     live_version: int = NOT_SAMPLED
     """The version on the generators; -1 before the first publish."""
+    least_version: int = 0
+    """The version that the trainer resumed with: nothing older goes live."""
     live_uses: int = 0
     """Uses made up to the step whose version is live: the limiter's `trained`."""
     uses_by_step: dict[int, int] = field(default_factory=lambda: {0: 0})
@@ -89,8 +87,7 @@ class Buffer:
     bytes_buffered: int = 0
     tokens_buffered: int = 0
     largest_bytes: int = 0
-    changed: dict[int, Seat] = field(default_factory=dict)
-    """Seats that changed since the journal last looked, by position; removed ones included."""
+    changes: Changes = field(default_factory=Changes)
 
     # Leases
 
@@ -170,12 +167,26 @@ class Buffer:
         """Grant no more leases."""
         self.finished = self.finished or reason
 
+    def seat_in(self, seat: Seat) -> None:
+        """Put a seat back where it was when the journal wrote it. Seats come in order."""
+        self.line.append(seat)
+        if seat.used_up:
+            self.used_leases[seat.lease_id] = None
+        elif seat.parcel is not None:
+            self._shelve(seat, seat.parcel)
+            self.partial_uses += seat.uses
+        elif seat.owner:
+            self.leased[seat.lease_id] = seat
+        else:
+            heapq.heappush(self.waiting, seat.position)
+
     # Batches
 
     def publish(self, *, version: int, step: int) -> None:
         """`version`, made by training `step`, is live on the generators: leases for later steps are admitted."""
-        if version < self.live_version:
-            raise ValueError(f"version {version} cannot go live after version {self.live_version}")
+        if version < max(self.live_version, self.least_version):
+            former = max(self.live_version, self.least_version)
+            raise ValueError(f"version {version} cannot go live after version {former}")
         if step > self.step:
             raise ValueError(f"version {version} cannot come from step {step}: only {self.step} steps were taken")
         self.live_version = version
@@ -231,13 +242,8 @@ class Buffer:
 
     def accounts(self) -> dict[str, float]:
         """The ledger in groups and in tokens, and the drops by reason."""
-        groups = self.ledger.groups.entries(buffered=len(self.buffered), in_flight=len(self.leased))
-        tokens = self.ledger.tokens.entries(buffered=self.tokens_buffered, in_flight=0)
-        return (
-            {f"ledger/{k}": v for k, v in groups.items()}
-            | {f"ledger_tokens/{k}": v for k, v in tokens.items()}
-            | {f"dropped/{k}": v for k, v in self.ledger.groups.dropped.items()}
-        )
+        buffered, in_flight = len(self.buffered), len(self.leased)
+        return self.ledger.report(buffered=buffered, in_flight=in_flight, tokens_buffered=self.tokens_buffered)
 
     # Inside
 
@@ -272,18 +278,22 @@ class Buffer:
         seat.granted_at = seat.renewed_at = now
         self.leased[seat.lease_id] = seat
         self.ledger.groups.started += 1
-        self.changed[seat.position] = seat
+        self.changes.add(seat)
 
     def _store(self, seat: Seat, parcel: Parcel) -> None:
         del self.leased[seat.lease_id]
-        seat.parcel, seat.owner = parcel, ""
-        self.buffered[seat.lease_id] = seat
+        seat.parcel, seat.num_tokens, seat.owner = parcel, parcel.num_tokens, ""
+        self._shelve(seat, parcel)
         self.ledger.tokens.started += parcel.num_tokens
-        self.bytes_buffered += parcel.nbytes
-        self.tokens_buffered += parcel.num_tokens
         self.largest_bytes = max(self.largest_bytes, parcel.nbytes)
         self.rejected.clear()
-        self.changed[seat.position] = seat
+        self.changes.add(seat)
+        self.changes.arrived[seat.position] = parcel
+
+    def _shelve(self, seat: Seat, parcel: Parcel) -> None:
+        self.buffered[seat.lease_id] = seat
+        self.bytes_buffered += parcel.nbytes
+        self.tokens_buffered += parcel.num_tokens
 
     def _end_without_group(self, seat: Seat, reason: str, num_tokens: int) -> None:
         del self.leased[seat.lease_id]
@@ -291,7 +301,7 @@ class Buffer:
         self.ledger.groups.drop(reason, 1)
         self.ledger.tokens.started += num_tokens
         self.ledger.tokens.drop(reason, num_tokens)
-        self.changed[seat.position] = seat
+        self.changes.add(seat)
 
     def _expire(self, seat: Seat) -> None:
         self._end_without_group(seat, "expired", 0)
@@ -307,18 +317,12 @@ class Buffer:
 
     def _reject(self, reason: str) -> None:
         self.rejected[reason] += 1
-        if self.rejected.total() >= self.limits.max_rejected:
-            reasons = ", ".join(f"{n} {r}" for r, n in self.rejected.most_common())
-            raise EndlessRejection(
-                f"{self.rejected.total()} leases in a row ended without a group to train on ({reasons}). `filtered`: "
-                "all siblings have the same reward, so the task is too hard or too easy for this model. Other reasons: "
-                "failures of rollouts or rewards. replay.max_filtered sets how many batches' worth is too many"
-            )
+        refuse_endless(self.rejected, self.limits.max_rejected)
 
     def _remove(self, seat: Seat) -> None:
         self.line.remove(seat)
         seat.removed = True
-        self.changed[seat.position] = seat
+        self.changes.add(seat)
 
     def _leases_of(self, owner: str) -> list[Seat]:
         return [s for s in self.leased.values() if s.owner == owner]
@@ -348,10 +352,12 @@ class Buffer:
         parcels = [seat.parcel for seat in seats if seat.parcel is not None]
         for seat, parcel in zip(seats, parcels, strict=True):
             seat.uses += 1
+            seat.last_step = step
+            self.changes.uses.append((step, seat.position))
             self.made_uses += 1
             self.partial_uses += 1
             self.trained_means.add(length=parcel.length, reward=parcel.reward)
-            self.changed[seat.position] = seat
+            self.changes.add(seat)
             if seat.uses == self.limits.reuse:
                 self._use_up(seat)
         self.step = step
@@ -389,5 +395,5 @@ class Buffer:
         self.partial_uses -= seat.uses
         self.bytes_buffered -= parcel.nbytes
         self.tokens_buffered -= parcel.num_tokens
-        self.changed[seat.position] = seat
+        self.changes.add(seat)
         return parcel

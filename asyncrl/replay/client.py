@@ -151,7 +151,11 @@ class ReplayClient:
         self._call(messages.Publish(version=version, step=step), messages.Done)
 
     def rewind(self, *, step: int, version: int) -> None:
-        """This trainer resumes from the checkpoint of `step`: what was consumed after it is available again."""
+        """A trainer starts with `version` from the checkpoint of `step`, or afresh (0, 0). The first of its requests.
+
+        What was used later is available again, what was in flight is leased again. Raises ValueError when the
+        journal does not reach back that far.
+        """
         self._call(messages.Rewind(step=step, version=version), messages.Done)
 
     def forget(self, *, step: int) -> None:

@@ -6,6 +6,7 @@ cannot be seen there any more. So `balance` compares two accounts, and it is zer
 
 from __future__ import annotations
 
+from collections import Counter
 from math import isfinite
 
 import msgspec
@@ -40,6 +41,16 @@ class Ledger(msgspec.Struct, kw_only=True):
     groups: Account = msgspec.field(default_factory=Account)
     tokens: Account = msgspec.field(default_factory=Account)
 
+    def report(self, *, buffered: int, in_flight: int, tokens_buffered: int) -> dict[str, float]:
+        """Both accounts, closed, and the drops by reason, under the names of the metrics."""
+        groups = self.groups.entries(buffered=buffered, in_flight=in_flight)
+        tokens = self.tokens.entries(buffered=tokens_buffered, in_flight=0)
+        return (
+            {f"ledger/{k}": v for k, v in groups.items()}
+            | {f"ledger_tokens/{k}": v for k, v in tokens.items()}
+            | {f"dropped/{k}": v for k, v in self.groups.dropped.items()}
+        )
+
 
 class Means(msgspec.Struct, kw_only=True):
     """Running means of length and reward, to show what dropping does to the data."""
@@ -54,3 +65,19 @@ class Means(msgspec.Struct, kw_only=True):
             self.num += 1
             self.length += (length - self.length) / self.num
             self.reward += (reward - self.reward) / self.num
+
+
+class EndlessRejection(RuntimeError):
+    """So many leases in a row ended without a group that waiting longer is pointless."""
+
+
+def refuse_endless(rejected: Counter[str], limit: int) -> None:
+    """Raise EndlessRejection when `limit` leases in a row, counted by reason, ended without a group."""
+    if rejected.total() < limit:
+        return
+    reasons = ", ".join(f"{n} {r}" for r, n in rejected.most_common())
+    raise EndlessRejection(
+        f"{rejected.total()} leases in a row ended without a group to train on ({reasons}). `filtered`: all siblings have "
+        "the same reward, so the task is too hard or too easy for this model. Other reasons: failures of rollouts or "
+        "rewards. replay.max_filtered sets how many batches' worth is too many"
+    )

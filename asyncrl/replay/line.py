@@ -36,12 +36,18 @@ class Seat:
     """Live when the lease was granted."""
     parcel: Parcel | None = None
     """The group, while it is buffered."""
+    num_tokens: int = 0
+    """Of the group, also after it is used up."""
     uses: int = 0
+    last_step: int = 0
+    """The last step that used it."""
     used_up: bool = False
     removed: bool = False
     """Dropped for good."""
     rewound: bool = False
     """Generated before a rewind, perhaps by a version that has not been made again yet."""
+    stored: bool = False
+    """The journal has its prompt."""
 
     @property
     def oldest_version(self) -> int:
@@ -50,6 +56,26 @@ class Seat:
     @property
     def priority(self) -> float:
         return self.parcel.priority if self.parcel else 0.0
+
+
+@dataclass(slots=True)
+class Changes:
+    """What happened since the journal last looked."""
+
+    seats: dict[int, Seat] = field(default_factory=dict)
+    """By position; removed ones included."""
+    arrived: dict[int, Parcel] = field(default_factory=dict)
+    """Groups by position, also when they have been used up since."""
+    uses: list[tuple[int, int]] = field(default_factory=list)
+    """(step, position)."""
+
+    def add(self, seat: Seat) -> None:
+        self.seats[seat.position] = seat
+
+    def clear(self) -> None:
+        self.seats.clear()
+        self.arrived.clear()
+        self.uses.clear()
 
 
 @dataclass(slots=True)
@@ -67,12 +93,12 @@ class Line:
     def remove(self, seat: Seat) -> None:
         """The seat is dropped: those behind it move up."""
         del self.seats[seat.position]
-        self._trim()
+        self.trim()
 
     def use_up(self, seat: Seat) -> None:
         """The seat's group had its last use. The seat goes on counting for the window until the anchor passes it."""
         seat.used_up, seat.parcel = True, None
-        self._trim()
+        self.trim()
 
     def choose(self, *, step: int, num_groups: int, window: int | None, sampler: Sampler) -> list[Seat] | None:
         """The seats of a whole batch, by position; None when the window does not hold one yet.
@@ -97,6 +123,11 @@ class Line:
             picked.add(heapq.heappop(open_)[1])
         return [self.seats[p] for p in sorted(picked)]
 
-    def _trim(self) -> None:
+    def anchor(self, default: int) -> int:
+        """Position of the oldest seat that is not used up; `default` when there is none."""
+        return next(iter(self.seats), default)
+
+    def trim(self) -> None:
+        """Let go of used-up seats that the anchor has passed."""
         while self.seats and (first := next(iter(self.seats.values()))).used_up:
             del self.seats[first.position]

@@ -95,7 +95,7 @@ class Publish(_Message):
 
 
 class Rewind(_Message):
-    """The trainer resumes from the checkpoint of `step`; what was consumed later becomes available again."""
+    """The trainer resumes from the checkpoint of `step` (0: from the start); what was used later is available again."""
 
     step: int
     version: int

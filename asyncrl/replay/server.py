@@ -9,6 +9,7 @@ import json
 import os
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ import zmq
 from asyncrl.config import Config
 from asyncrl.replay import wire
 from asyncrl.replay.buffer import Buffer
+from asyncrl.replay.journal import Journal
 from asyncrl.replay.limiter import make_limits
 from asyncrl.replay.samplers import SAMPLERS
 from asyncrl.replay.service import Service
@@ -29,6 +31,8 @@ TURN_S = 0.1
 """Longest wait for a message; leases and silences are looked at as often."""
 MAX_STALL_S = 1.0
 """Time that a turn may add to the server's clock: while the server itself stood still, nobody else was late."""
+FORGET_STEPS = 8
+"""Without checkpoints, used-up groups leave the disk every this many steps."""
 ADDRESS_FILE = "address.json"
 
 
@@ -41,9 +45,18 @@ class StopEvent(Protocol):
 class Server:
     """Binds on construction; `run` serves until told to stop."""
 
-    def __init__(self, service: Service, *, bind: str = "tcp://127.0.0.1:*") -> None:
+    def __init__(
+        self,
+        service: Service,
+        *,
+        bind: str = "tcp://127.0.0.1:*",
+        journal: Journal | None = None,
+        keep_steps: bool = True,
+    ) -> None:
+        """`keep_steps` False: there will be no checkpoint to go back to, so used-up groups leave the disk early."""
         _check_bind(bind)
-        self.service = service
+        self.service, self._journal = service, journal
+        self._keep_no_steps, self._forgotten = not keep_steps, 0
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         for option, value in _SOCKET_OPTIONS.items():
@@ -78,12 +91,24 @@ class Server:
             self.service.settle(now)
             self.service.tick(now)
         finally:
+            self._commit()
             self._flush()
 
     def close(self) -> None:
         """Close the socket; unsent replies get a moment to leave."""
+        if self._journal is not None:
+            self._journal.close()
         self._socket.close(linger=1000)
         self._context.term()
+
+    def _commit(self) -> None:
+        """Before the replies leave: what is acknowledged is safe."""
+        if self._journal is not None:
+            self._journal.commit(self.service.buffer, self.service.announced)
+            if self._keep_no_steps and self.service.buffer.step >= self._forgotten + FORGET_STEPS:
+                self._forgotten = self.service.buffer.step
+                self._journal.forget(self._forgotten, self.service.buffer)
+        self.service.buffer.changes.clear()
 
     def _flush(self) -> None:
         """Send what was answered. A client that is gone or does not read asks again for what it missed."""
@@ -103,8 +128,7 @@ def serve(run: Any, stop_event: StopEvent) -> None:
     """The process: build the service of a resolved run, write `address.json` once it is bound, serve until stopped."""
     config: Config = run.config
     run_dir = Path(config.run_dir or ".")
-    service = make_service(run)
-    server = Server(service, bind=_former_address(run_dir, config.replay.bind))
+    server = open_server(run, bind=_former_address(run_dir, config.replay.bind))
     try:
         write_address(run_dir, server.address)
         server.run(stop_event)
@@ -112,18 +136,37 @@ def serve(run: Any, stop_event: StopEvent) -> None:
         server.close()
 
 
-def make_service(run: Any) -> Service:
-    """The service of a resolved run (`config`, `env`)."""
+def open_server(run: Any, *, bind: str) -> Server:
+    """The server of a resolved run (`config`, `env`), with what its journal holds."""
     config: Config = run.config
-    return Service(
-        buffer=make_buffer(run),
+    journal = (
+        Journal(Path(config.run_dir or ".") / "replay", partial(make_buffer, run)) if config.replay.journal else None
+    )
+    buffer, announced = journal.restore() if journal else (make_buffer(run, 0), {})
+    service = Service(
+        buffer=buffer,
         incarnation=token_hex(8),
+        announced=announced,
         run=config.name,
         supervise=config.supervise,
+        rewind=(lambda step: journal.rewind(step=step)) if journal else partial(make_buffer_at, run),
+        forget=journal.forget if journal else lambda step, buffer: None,
     )
+    return Server(service, bind=bind, journal=journal, keep_steps=config.checkpoint.every > 0)
 
 
-def make_buffer(run: Any, *, cursor: int = 0) -> Buffer:
+def make_buffer_at(run: Any, step: int) -> Buffer:
+    """Without a journal: an empty buffer after `step` steps. What was buffered or in flight is skipped."""
+    uses = step * run.config.training.batch_size
+    groups = -(-uses // run.config.replay.reuse)
+    buffer = make_buffer(run, groups)
+    buffer.step, buffer.made_uses, buffer.live_uses = step, uses, uses
+    buffer.uses_by_step = {step: uses}
+    buffer.ledger.groups.started = buffer.ledger.groups.trained = groups
+    return buffer
+
+
+def make_buffer(run: Any, cursor: int) -> Buffer:
     """An empty buffer that continues the environment's prompts at `cursor`. Raises ValueError on bad settings."""
     replay, generation = run.config.replay, run.config.generation
     return Buffer(

@@ -51,10 +51,10 @@ class Service:
     incarnation: str
     run: str = "run"
     supervise: SuperviseConfig = field(default_factory=SuperviseConfig)
-    rewind: Callable[[int, int], Buffer] | None = None
-    """(step, version) -> the buffer as it was when that step was checkpointed."""
-    forget: Callable[[int], None] | None = None
-    """Groups consumed up to this step may leave the disk."""
+    rewind: Callable[[int], Buffer]
+    """step -> the buffer as a trainer that resumes from that step's checkpoint finds it."""
+    forget: Callable[[int, Buffer], None]
+    """No checkpoint before this step is kept: groups used up by then may leave the disk."""
     peers: Peers = field(default_factory=Peers)
     parked: dict[tuple[str, int], Waiting] = field(default_factory=dict)
     announced: dict[str, str] = field(default_factory=dict)
@@ -156,11 +156,12 @@ class Service:
         peer, buffer = waiting.peer, self.buffer
         match body:
             case messages.Insert(lease_id=lease_id):
-                return messages.Done(accepted=buffer.insert(lease_id, self._parcel(lease_id, payload)))
+                parcel = self._parcel(lease_id, payload)
+                return messages.Done(accepted=self._may_end(peer, lease_id) and buffer.insert(lease_id, parcel))
             case messages.AskLease(n=n):
                 return self._grant(peer, waiting.seq, n, now)
             case messages.Drop():
-                return messages.Done(accepted=self._drop(body))
+                return messages.Done(accepted=self._may_end(peer, body.lease_id) and self._drop(body))
             case messages.Heartbeat(activity=activity, held=held):
                 peer.pace.report(activity, now)
                 buffer.renew(peer.incarnation, set(held), acked=waiting.envelope.acked, now=now)
@@ -183,8 +184,7 @@ class Service:
             case messages.Rewind(step=step, version=version):
                 self._rewind(step, version)
             case messages.Forget(step=step):
-                if self.forget is not None:
-                    self.forget(step)
+                self.forget(step, buffer)
             case messages.Leave():
                 self._leave(peer)
         return messages.Done()
@@ -200,6 +200,11 @@ class Service:
         return messages.Leases(
             leases=[messages.Lease(id=s.lease_id, prompt=s.prompt, version=s.version, attempt=s.attempt) for s in seats]
         )
+
+    def _may_end(self, peer: Peer, lease_id: int) -> bool:
+        """A lease is ended by its owner alone: somebody from before a rewind may hold another one of that number."""
+        seat = self.buffer.leased.get(lease_id)
+        return seat is None or seat.owner == peer.incarnation
 
     def _parcel(self, lease_id: int, payload: Sequence[wire.Frame]) -> Parcel:
         parcel = parcel_of(payload)
@@ -220,9 +225,9 @@ class Service:
         return messages.Taken(num_groups=len(parcels), version=body.version, metrics=metrics), parcels
 
     def _rewind(self, step: int, version: int) -> None:
-        if self.rewind is None:
-            raise ValueError("this server cannot rewind")
-        self.buffer = self.rewind(step, version)
+        """Another trainer starts: leases and announcements of the former run are void."""
+        self.buffer = self.rewind(step)
+        self.buffer.least_version = version
         self.announced.clear()
 
     def _leave(self, peer: Peer) -> None:

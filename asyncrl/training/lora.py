@@ -6,6 +6,7 @@ Called by model.py. Generators never see an adapter: they receive W + scale * B 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,6 +38,20 @@ def add_adapters(lm: PreTrainedModel, config: LoraConfig, *, seed: int) -> PreTr
     for name, parameter in lm.named_parameters():
         parameter.requires_grad_(".lora_" in name)
     return lm
+
+
+@contextmanager
+def adapters_off(lm: PreTrainedModel) -> Iterator[None]:
+    """Inside, the model is what it was before any adapter was trained."""
+    modules = [module for module in lm.modules() if hasattr(module, "lora_A")]
+    scales = [module.scaling["default"] for module in modules]
+    for module in modules:
+        module.scaling["default"] = 0.0
+    try:
+        yield
+    finally:
+        for module, scale in zip(modules, scales, strict=True):
+            module.scaling["default"] = scale
 
 
 def merged(named: dict[str, Tensor], lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

@@ -62,11 +62,18 @@ class Policy(nn.Module):
 
 
 def load_policy(
-    config: Config, ranks: Ranks, mesh: DeviceMesh, *, path: str | None = None, trained: bool = True
+    config: Config,
+    ranks: Ranks,
+    mesh: DeviceMesh,
+    *,
+    path: str | None = None,
+    trained: bool = True,
+    offload: bool = False,
 ) -> Policy:
     """The model at `path` (default: model.path) on this rank's shard. Collective over all ranks.
 
-    `trained=False` is for a frozen copy: no gradients, compute type only. Raises ValueError for what cannot work.
+    `trained=False` is for a frozen copy: no gradients, compute type only; `offload` keeps it in host memory whatever
+    training.cpu_offload says. Raises ValueError for what cannot work.
     """
     training, path = config.training, path or config.model.path
     compute = {"float32": torch.float32, "bfloat16": torch.bfloat16}[training.dtype]
@@ -81,7 +88,7 @@ def load_policy(
     if not trained:
         lm.requires_grad_(False)
     policy = Policy(lm, kind=kind)
-    offload = CPUOffloadPolicy() if training.cpu_offload else OffloadPolicy()
+    to_host = (offload or training.cpu_offload) and ranks.device.type == "cuda"
     precision = MixedPrecisionPolicy(
         param_dtype=None if compute == master else compute, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -91,7 +98,9 @@ def load_policy(
             lm.tie_weights()
         elif training.compile:
             block.compile()
-        fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        fully_shard(
+            block, mesh=mesh, mp_policy=precision, offload_policy=CPUOffloadPolicy() if to_host else OffloadPolicy()
+        )
     for module in policy.modules():  # not recursive in torch: each block has its own factor
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

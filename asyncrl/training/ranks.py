@@ -31,7 +31,8 @@ class Ranks:
         return self.rank == 0
 
     def broadcast(self, data: bytes | None) -> bytes:
-        """Bytes of rank 0 -> all ranks. Waits for all ranks, bounded by the group's timeout."""
+        """Bytes of rank 0 -> all ranks; what others pass is ignored. Waits for rank 0, bounded by the timeout."""
+        data = data if self.is_first else None
         if self.size == 1:
             assert data is not None
             return data

@@ -54,7 +54,7 @@ class Control:
         self._outbox.bind("inproc://outbox")
         router = _router(self._context, timeout_s, curve)
         router.bind(bind)
-        self.address = router.last_endpoint.decode()
+        self.address = router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._thread = threading.Thread(target=self._run, args=(router,), daemon=True, name="weight-control")
         self._thread.start()
 

@@ -68,8 +68,8 @@ class Gatherer:
         if str(tensor.dtype) != f"torch.{spec.dtype}":
             raise RuntimeError(f"{name} is {tensor.dtype}; the plan says {spec.dtype}")
         self._index = index
-        full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-        return full.contiguous().view(-1).view(torch.uint8)
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return full.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def agree(value: int, device: torch.device) -> int:

@@ -160,22 +160,25 @@ def encode(message: ToGenerator | ToTrainer) -> list[bytes]:
 
 def decode_to_trainer(frames: list[bytes]) -> ToTrainer:
     """Raises ValueError on another schema, a truncated frame or a message that is not one of ToTrainer."""
-    return _decode(frames, _TO_TRAINER)
+    try:
+        return _TO_TRAINER.decode(_body(frames))
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"malformed weight message: {error}") from error
 
 
 def decode_to_generator(frames: list[bytes]) -> ToGenerator:
     """Raises ValueError on another schema, a truncated frame or a message that is not one of ToGenerator."""
-    return _decode(frames, _TO_GENERATOR)
-
-
-_TO_TRAINER = msgspec.msgpack.Decoder(ToTrainer)
-_TO_GENERATOR = msgspec.msgpack.Decoder(ToGenerator)
-
-
-def _decode(frames: list[bytes], decoder: msgspec.msgpack.Decoder) -> ToGenerator | ToTrainer:
-    if len(frames) != 2 or frames[0] != SCHEMA:
-        raise ValueError(f"expected two frames, the first {SCHEMA!r}; got {len(frames)}, the first {frames[:1]!r:.60}")
     try:
-        return decoder.decode(frames[1])
+        return _TO_GENERATOR.decode(_body(frames))
     except msgspec.MsgspecError as error:
         raise ValueError(f"malformed weight message: {error}") from error
+
+
+_TO_TRAINER: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrainer)
+_TO_GENERATOR: msgspec.msgpack.Decoder[ToGenerator] = msgspec.msgpack.Decoder(ToGenerator)
+
+
+def _body(frames: list[bytes]) -> bytes:
+    if len(frames) != 2 or frames[0] != SCHEMA:
+        raise ValueError(f"expected two frames, the first {SCHEMA!r}; got {len(frames)}, the first {frames[:1]!r:.60}")
+    return frames[1]

@@ -15,7 +15,7 @@ from torch import Tensor
 from asyncrl.weights.checksums import checksum
 from asyncrl.weights.messages import JoinSpec, PlanSpec
 from asyncrl.weights.plan import Bucket, Piece, buckets, tensor_bytes
-from asyncrl.weights.wire import Watch, Wire, buffer_device, connect_store, open_wire, watch_store
+from asyncrl.weights.wire import Watch, Wire, buffer_device, connect_store, current, exact, open_wire, watch_store
 
 Load = Callable[[list[tuple[str, Tensor]]], None]
 
@@ -37,9 +37,10 @@ class Receiver:
         """
         self.leave()
         store = connect_store(spec)
-        self._device = torch.device(device)
+        self._device = exact(device)
         self._watch = watch_store(store, spec.generation)
-        self._wire = open_wire(store, spec, spec.first_rank + rank_offset, self._device, self._watch)
+        with current(self._device):
+            self._wire = open_wire(store, spec, spec.first_rank + rank_offset, self._device, self._watch)
 
     def receive(self, plan: PlanSpec, load: Load) -> list[int]:
         """Take part in one broadcast of `plan`; bucket k is loaded while k+1 and its successors arrive.
@@ -53,7 +54,8 @@ class Receiver:
         if self._wire is None:
             raise RuntimeError("receive() before join(): this process is in no weight group")
         try:
-            return self._receive(plan, load)
+            with current(self._device):
+                return self._receive(plan, load)
         except BaseException:
             self.leave()  # what is left of the broadcast will not be taken: let the others know at once
             raise

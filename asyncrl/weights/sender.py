@@ -20,7 +20,7 @@ from asyncrl.weights.gather import Gatherer, Tensors, agree, compare_plans, desc
 from asyncrl.weights.messages import PlanSpec, SyncReport
 from asyncrl.weights.plan import Bucket, buckets, make_plan, total_bytes
 from asyncrl.weights.sync import Conductor, Sync
-from asyncrl.weights.wire import resolve_backend, serve_store
+from asyncrl.weights.wire import current, exact, resolve_backend, serve_store
 
 
 class WeightSender:
@@ -38,7 +38,7 @@ class WeightSender:
         """`tensors()` yields (Hugging Face name, local tensor or DTensor) in a fixed order, the same on all ranks, in
         the dtype that receivers shall get; it may make each tensor as it is asked for. Raises ValueError on a bind
         address that needs keys."""
-        self._tensors, self._config, self._device = tensors, config, torch.device(device)
+        self._tensors, self._config, self._device = tensors, config, exact(device)
         self._plan: PlanSpec | None = None
         self._cut: list[Bucket] = []
         self._buffers: list[Tensor] = []
@@ -68,14 +68,14 @@ class WeightSender:
         plan = self._plan or self._make_plan()
         self._live = version
         sync = Sync(self._conductor, plan, version) if self._conductor is not None else None
-        gather_s, sent = 0.0, 0
-        while agree(sync.prepare() if sync else 0, self._device):
-            gather_s += self._broadcast(plan, sync)
-            sent += 1
-            if sync is not None:
-                sync.settle()
-        served = agree(sync.tally.served if sync else 0, self._device)
-        return self._report(version, served, sync, gather_s if sent else 0.0, time.perf_counter() - began)
+        gather_s = 0.0
+        with current(self._device):
+            while agree(sync.prepare() if sync else 0, self._device):
+                gather_s += self._broadcast(plan, sync)
+                if sync is not None:
+                    sync.settle()
+            served = agree(sync.tally.served if sync else 0, self._device)
+        return self._report(version, served, sync, gather_s, time.perf_counter() - began)
 
     def close(self) -> None:
         """Leave the group and free the control socket. Safe to call twice."""

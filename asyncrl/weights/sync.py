@@ -12,13 +12,15 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.weights.control import Control
-from asyncrl.weights.members import Gone, Member, Members, Reply
+from asyncrl.weights.members import Gone, Member, Members
 from asyncrl.weights.messages import (
     Commit,
     Committed,
@@ -31,11 +33,12 @@ from asyncrl.weights.messages import (
     Prepare,
     Ready,
     Received,
-    ToGenerator,
 )
 from asyncrl.weights.wire import Wire, WireBroken, give_up, open_wire
 
 log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer", Ready, Received, Committed)
 
 
 @dataclass(slots=True)
@@ -68,7 +71,8 @@ class Conductor:
                  device: torch.device) -> None:  # fmt: skip
         self.control, self.store, self.backend = control, store, backend
         self.timeout_s, self.device = timeout_s, device
-        self.members, self.group = Members(), None
+        self.members = Members()
+        self.group: Group | None = None
         self._generation = 0
 
     def pump(self, timeout_s: float = 0.0) -> bool:
@@ -147,8 +151,8 @@ class Sync:
             self._c.control.send(member.key, Prepare(version=self._version, spec=own, plan=self._plan))
             rank += member.num_ranks
         self._collect()
-        good = [self._check(m, Ready, "prepare") for m in self._targets]
-        return all(good)
+        ready = [self._expect(m, Ready, "prepare") for m in self._targets]
+        return all(ready)
 
     # -- broadcast -------------------------------------------------------------------------------------------------
 
@@ -173,14 +177,14 @@ class Sync:
         """Wait until the oldest of `num_buffers` buffers has left; returns at once when the wire is broken."""
         wire = self._wire
         if wire is not None and wire.in_flight >= num_buffers:
-            self._guard(lambda: wire.wait(self._watch))
+            self._guard(partial(wire.wait, self._watch))
 
     def send(self, buffer: Tensor, checksum: Callable[[Tensor], Tensor] | None) -> None:
         """Start to broadcast one bucket, and take its checksum meanwhile. Does nothing when the wire is broken."""
         wire = self._wire
         if wire is None:
             return
-        self._guard(lambda: wire.start(buffer))
+        self._guard(partial(wire.start, buffer))
         if checksum is not None:
             self._sums.append(checksum(buffer))
 
@@ -212,7 +216,7 @@ class Sync:
         """Wait for what is still on the wire and for every receiver's checksums; commit those that agree, drop those
         that failed, and leave those whose wire another one broke for the next attempt."""
         while (wire := self._wire) is not None and wire.in_flight:
-            self._guard(lambda wire=wire: wire.wait(self._watch))
+            self._guard(partial(wire.wait, self._watch))
         self._collect()
         self.tally.wire_s += time.perf_counter() - self._wire_began
         ours = torch.stack(self._sums).tolist() if self._sums else []
@@ -222,7 +226,7 @@ class Sync:
             reply = self._c.members.replies.get(member.key)
             if isinstance(reply, Failed) and reply.stage in ("join", "wire"):
                 again.append((member, reply))
-            elif self._check(member, Received, "broadcast") and self._sums_agree(member, reply, ours):
+            elif (received := self._expect(member, Received, "broadcast")) and self._agree(member, received, ours):
                 good.append(member)
         if again and len(self.tally.dropped) == dropped_before:
             self._second_chance(again)
@@ -238,8 +242,7 @@ class Sync:
         for member, reply in suspects:
             self._drop(member, reply.stage, reply.reason)
 
-    def _sums_agree(self, member: Member, reply: Reply | None, ours: list[int]) -> bool:
-        assert isinstance(reply, Received)
+    def _agree(self, member: Member, reply: Received, ours: list[int]) -> bool:
         if reply.checksums == ours:
             return True
         wrong = [i for i, (a, b) in enumerate(zip(ours, reply.checksums, strict=False)) if a != b]
@@ -253,8 +256,7 @@ class Sync:
             self._c.control.send(member.key, Commit(version=self._version, checksums=ours))
         self._collect(good)
         for member in good:
-            if self._check(member, Committed, "commit"):
-                reply = self._c.members.replies[member.key]
+            if reply := self._expect(member, Committed, "commit"):
                 member.version = self._version
                 self.tally.served += 1
                 self.tally.pause_s = max(self.tally.pause_s, reply.pause_s)
@@ -273,11 +275,11 @@ class Sync:
                 return
             self._c.pump(min(left, 1.0))
 
-    def _check(self, member: Member, kind: type[ToGenerator] | type[Reply], stage: str) -> bool:
-        """Whether the member answered with `kind` for this version; otherwise drop it, saying why."""
+    def _expect(self, member: Member, kind: type[Answer], stage: str) -> Answer | None:
+        """The member's answer if it is a `kind` for this version; otherwise drop it, saying why."""
         reply = self._c.members.replies.get(member.key)
         if isinstance(reply, kind) and reply.version == self._version:
-            return True
+            return reply
         if isinstance(reply, Failed):
             self._drop(member, reply.stage, reply.reason)
         elif isinstance(reply, Gone):
@@ -286,7 +288,7 @@ class Sync:
             self._drop(member, stage, f"no answer within {self._c.timeout_s:g} s")
         else:
             self._drop(member, stage, f"answered {type(reply).__name__} for version {reply.version}")
-        return False
+        return None
 
     def _drop(self, member: Member, stage: str, reason: str) -> None:
         log.warning("version %d: generator %d dropped at %s: %s", self._version, member.index, stage, reason)

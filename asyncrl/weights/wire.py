@@ -7,6 +7,7 @@ a bound; whatever goes wrong is a WireBroken, after which the group is closed an
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import socket
@@ -29,6 +30,14 @@ Watch = Callable[[], None]
 STORE_POLL_S = 0.05
 """How often a waiting receiver asks whether the sender gave up on the group."""
 
+NO_TEAR_DOWN = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+"""Read by torch while a group is built. Left alone, NCCL's watchdog ends the whole process when a peer dies; a dead
+generator must not take the trainer along, so we poll, bound and abort ourselves."""
+
 _MARK = "weight wire broken: "
 
 
@@ -42,6 +51,19 @@ class WireBroken(RuntimeError):
 def is_wire_failure(error: BaseException) -> bool:
     """Whether an error is a WireBroken, also after an RPC that kept only its text."""
     return isinstance(error, WireBroken) or _MARK in str(error)
+
+
+def exact(device: torch.device | str) -> torch.device:
+    """The device with its index: `cuda` is the current one."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Make a GPU the calling thread's current one (threads start with GPU 0); nothing for a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def resolve_backend(choice: str, device: torch.device) -> str:
@@ -198,7 +220,7 @@ def _meet(store: dist.Store, spec: JoinSpec, rank: int, watch: Watch, deadline: 
 def _build(store: dist.Store, spec: JoinSpec, rank: int, device: torch.device) -> Any:
     if spec.backend == "nccl":
         return _build_nccl(store, spec, rank, device)
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_address(spec.host, spec.port))]
     options._timeout = timedelta(seconds=spec.timeout_s)
     options._threads = 2
@@ -206,29 +228,27 @@ def _build(store: dist.Store, spec: JoinSpec, rank: int, device: torch.device) -
 
 
 def _build_nccl(store: dist.Store, spec: JoinSpec, rank: int, device: torch.device) -> Any:
-    torch.cuda.set_device(device)
+    """The communicator itself is made by the first collective, so there is one here, where set-up may be abandoned."""
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=spec.timeout_s)
-    with _no_tear_down():
+    options._timeout = timedelta(days=1)  # torch's watchdog reacts to its own bound by ending the process; ours is kept
+    with _environment(NO_TEAR_DOWN), current(device):
         group = dist.ProcessGroupNCCL(store, rank, spec.world_size, options)
-    group.eager_connect_single_device(device)
+        Wire(group, spec, device).start(torch.zeros(16, dtype=torch.uint8, device=device))
     return group
 
 
 @contextlib.contextmanager
-def _no_tear_down() -> Iterator[None]:
-    """NCCL's watchdog ends the whole process when a peer dies, unless told otherwise while the group is built; here a
-    dead generator must not take the trainer along: we poll, bound and abort ourselves."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
+def _environment(settings: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _bounded(build: Callable[[], Any], watch: Watch, deadline: float) -> Any:
@@ -257,4 +277,18 @@ def _bounded(build: Callable[[], Any], watch: Watch, deadline: float) -> Any:
 
 def _let_go(held: list[Any]) -> None:
     """Drop the last references in a thread: gloo's destructor waits for operations that are stuck."""
-    threading.Thread(target=held.clear, daemon=True, name="weight-group-end").start()
+    thread = threading.Thread(target=held.clear, daemon=True, name="weight-group-end")
+    thread.start()
+    _ending[:] = [t for t in _ending if t.is_alive()] + [thread]
+
+
+_ending: list[threading.Thread] = []
+
+
+@atexit.register
+def _settle() -> None:
+    """Let groups that are ending end before the interpreter does: a destructor that returns into a finalised one aborts
+    the process. One that is stuck does not return, and is not waited for."""
+    deadline = time.monotonic() + 1.0
+    for thread in _ending:
+        thread.join(max(deadline - time.monotonic(), 0.0))

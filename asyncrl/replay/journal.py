@@ -1,0 +1,296 @@
+"""The buffer on disk: an acknowledged insert survives `kill -9` of any process, and a run resumes exactly.
+
+Called by `server.py`: `commit` once per turn, before that turn's replies leave; `restore` at start; `rewind` when a
+resumed trainer names its checkpoint; `forget` when old checkpoints are gone. SQLite in WAL mode holds seats, prompts,
+which step used which seat, and the counters; `segments.py` holds the groups' bytes. One thread, one connection.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.replay.buffer import TAKES_KEPT, Buffer
+from asyncrl.replay.ledger import Ledger, Means
+from asyncrl.replay.line import Changes, Seat
+from asyncrl.replay.parcel import Parcel, parcel_of
+from asyncrl.replay.segments import Place, Segments
+from asyncrl.types import NOT_SAMPLED, Prompt
+
+FORMAT = 1
+WAITING, LEASED, BUFFERED, USED_UP = range(4)
+SPARE_SEGMENTS = 8
+"""Free segment files that are kept to be written over."""
+
+_TABLES = """
+create table if not exists meta (id integer primary key check (id = 0), format integer, value blob);
+create table if not exists seats (position integer primary key, state integer, attempt integer, lease_id integer,
+    owner text, request integer, version integer, rewound integer, num_tokens integer, last_step integer, place blob);
+create table if not exists prompts (position integer primary key, prompt blob);
+create table if not exists used (step integer, position integer, primary key (step, position)) without rowid;
+create index if not exists used_by_position on used (position);
+create table if not exists steps (step integer primary key, uses integer);
+"""
+
+
+class JournalFull(RuntimeError):
+    """The disk takes no more; what was acknowledged is safe."""
+
+
+class Counters(msgspec.Struct, kw_only=True):
+    """What the buffer knows beside its seats."""
+
+    cursor: int
+    next_lease: int
+    step: int
+    made_uses: int
+    live_version: int
+    live_uses: int
+    finished: str | None
+    rejected: dict[str, int]
+    ledger: Ledger
+    trained_means: Means
+    dropped_means: Means
+    largest_bytes: int
+    announced: dict[str, str] = {}
+
+
+class Journal:
+    """One run's journal. `blank(cursor)` makes an empty buffer that continues the prompts at `cursor`."""
+
+    def __init__(self, folder: Path, blank: Callable[[int], Buffer]) -> None:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._blank = blank
+        # Opened by whoever builds the server, then used by the one thread that runs it.
+        self._db = sqlite3.connect(folder / "journal.sqlite", isolation_level=None, check_same_thread=False)
+        self._db.execute("pragma journal_mode = wal")
+        self._db.execute("pragma synchronous = normal")
+        self._db.executescript(_TABLES)
+        self._check_format(folder)
+        self._segments = Segments(folder / "groups", self._used_segments())
+        self._places: dict[int, bytes] = {}
+        """Places of buffered groups, by position."""
+        self._written = b""
+
+    # Writing
+
+    def commit(self, buffer: Buffer, announced: dict[str, str]) -> None:
+        """Make everything that changed since the last commit safe. Raises JournalFull."""
+        changes, counters = buffer.changes, _ENCODER.encode(_counters(buffer, announced))
+        if not changes.seats and counters == self._written:
+            return
+        try:
+            for position, parcel in changes.arrived.items():
+                self._places[position] = _ENCODER.encode(self._segments.append(parcel.frames))
+            with _Transaction(self._db):
+                self._write(changes, buffer.uses_by_step, counters)
+        except (OSError, sqlite3.OperationalError) as error:
+            raise JournalFull(
+                f"the replay journal cannot be written: {error}; free some space and resume the run, nothing that was "
+                "acknowledged is lost"
+            ) from error
+        self._written = counters
+        changes.clear()
+
+    def _write(self, changes: Changes, uses_by_step: dict[int, int], counters: bytes) -> None:
+        run = self._db.executemany
+        present = [s for s in changes.seats.values() if not s.removed]
+        run(f"insert or replace into seats values ({','.join('?' * 11)})", [self._row(s) for s in present])
+        new = [(s.position, _ENCODER.encode(s.prompt)) for s in present if not s.stored]
+        run("insert or replace into prompts values (?, ?)", new)
+        for seat in present:
+            seat.stored = True
+        self._delete(s.position for s in changes.seats.values() if s.removed)
+        run("insert or replace into used values (?, ?)", changes.uses)
+        run("insert or replace into steps values (?, ?)", list(uses_by_step.items()))
+        self._db.execute("insert or replace into meta values (0, ?, ?)", (FORMAT, counters))
+
+    def _row(self, seat: Seat) -> tuple[Any, ...]:
+        state = USED_UP if seat.used_up else BUFFERED if seat.parcel else LEASED if seat.owner else WAITING
+        lease = (seat.attempt, seat.lease_id, seat.owner, seat.request, seat.version)
+        place = self._places.get(seat.position)
+        return (seat.position, state, *lease, seat.rewound, seat.num_tokens, seat.last_step, place)
+
+    def _delete(self, positions: Iterable[int]) -> None:
+        gone = [(p,) for p in positions]
+        for table in ("seats", "prompts", "used"):
+            self._db.executemany(f"delete from {table} where position = ?", gone)
+        for (position,) in gone:
+            self._places.pop(position, None)
+
+    def forget(self, step: int, buffer: Buffer) -> None:
+        """Nobody will rewind to before `step`: remove what was used up by then and has left the line."""
+        step = min(step, buffer.step - TAKES_KEPT)
+        gone = self._db.execute(
+            "select position from seats where state = ? and last_step <= ? and position < ?",
+            (USED_UP, step, buffer.line.anchor(buffer.cursor)),
+        ).fetchall()
+        with _Transaction(self._db):
+            self._delete(position for (position,) in gone)
+            self._db.execute("delete from steps where step < ?", (step,))
+        self._segments.keep(self._used_segments())
+        self._segments.trim(SPARE_SEGMENTS)
+
+    def close(self) -> None:
+        """Close the files; everything committed stays."""
+        self._db.close()
+        self._segments.close()
+
+    # Reading
+
+    def restore(self, *, now: float = 0.0) -> tuple[Buffer, dict[str, str]]:
+        """The buffer as it was committed last, and what was announced. Leases go on from `now`."""
+        found = self._db.execute("select value from meta").fetchone()
+        if found is None:
+            return self._blank(0), {}
+        counters = _COUNTERS.decode(found[0])
+        buffer = self._blank(counters.cursor)
+        _apply(counters, buffer)
+        buffer.uses_by_step = dict(
+            self._db.execute("select step, uses from steps where uses >= ? order by step", (buffer.live_uses,))
+        )
+        parcels: dict[int, Parcel] = {}
+        for seat, place in self._seats(buffer.limits.reuse, now):
+            self._places[seat.position] = place
+            if not seat.owner and place:
+                self._load(buffer, seat, place, parcels)
+            buffer.seat_in(seat)
+        buffer.line.trim()
+        for step in range(max(1, buffer.step - TAKES_KEPT + 1), buffer.step + 1):
+            positions = self._db.execute("select position from used where step = ? order by position", (step,))
+            buffer.recent[step] = [parcels[p] for (p,) in positions]
+        return buffer, counters.announced
+
+    def rewind(self, *, step: int) -> Buffer:
+        """The buffer as a trainer finds it that resumes from the checkpoint of `step`.
+
+        What was used later is available again and nothing before; groups that were in flight are leased again. No lease
+        is granted before weights are published. Step 0 is no checkpoint: everything starts afresh. Raises ValueError
+        when the journal does not reach back that far.
+        """
+        uses = self._db.execute("select uses from steps where step = ?", (step,)).fetchone()
+        if uses is None and step:
+            raise ValueError(
+                f"the replay journal cannot go back to step {step}; without its journal a run resumes with "
+                "replay.journal false, and then repeats or skips some prompts"
+            )
+        with _Transaction(self._db):
+            if step:
+                self._undo(step, uses[0])
+            else:
+                for table in ("meta", "seats", "prompts", "used", "steps"):
+                    self._db.execute(f"delete from {table}")
+        self._places.clear()
+        self._segments.keep(self._used_segments())
+        self._written = b""
+        return self.restore()[0]
+
+    def _undo(self, step: int, uses: int) -> None:
+        """In the database: make every use after `step` undone and every lease ended."""
+        run = self._db.execute
+        counters = _COUNTERS.decode(run("select value from meta").fetchone()[0])
+        ledger = counters.ledger
+        back = f"state = {USED_UP} and last_step > {step:d}"
+        (groups, tokens) = run(f"select count(*), coalesce(sum(num_tokens), 0) from seats where {back}").fetchone()
+        ledger.groups.trained -= groups
+        ledger.tokens.trained -= tokens
+        (in_flight,) = run("select count(*) from seats where state = ?", (LEASED,)).fetchone()
+        ledger.groups.drop("expired", in_flight)
+        run("delete from used where step > ?", (step,))
+        run("delete from steps where step > ?", (step,))
+        run(f"update seats set state = {BUFFERED} where {back}")
+        run(f"update seats set rewound = 1 where state = {BUFFERED}")
+        run(
+            "update seats set last_step = coalesce((select max(step) from used where used.position = seats.position), "
+            "0) where last_step > ?",
+            (step,),
+        )
+        # A crash is not the prompt's fault: the next lease counts as the same attempt.
+        run(f"update seats set state = {WAITING}, owner = '', attempt = attempt - 1 where state = {LEASED}")
+        counters.step, counters.made_uses, counters.live_uses = step, uses, uses
+        counters.live_version, counters.finished = NOT_SAMPLED, None
+        counters.rejected, counters.announced = {}, {}
+        run("update meta set value = ?", (_ENCODER.encode(counters),))
+
+    def _seats(self, reuse: int, now: float) -> Iterator[tuple[Seat, bytes]]:
+        rows = self._db.execute(
+            "select seats.*, prompt, (select count(*) from used where used.position = seats.position) "
+            "from seats join prompts using (position) order by position"
+        )
+        for position, state, *lease, rewound, num_tokens, last_step, place, prompt, uses in rows:
+            attempt, lease_id, owner, request, version = lease
+            seat = Seat(
+                position=position,
+                prompt=_PROMPTS.decode(prompt),
+                attempt=attempt,
+                lease_id=lease_id,
+                owner=owner,
+                request=request,
+                granted_at=now,
+                renewed_at=now,
+                version=version,
+                uses=uses,
+                used_up=state == USED_UP or uses >= reuse,
+                rewound=bool(rewound),
+                num_tokens=num_tokens,
+                last_step=last_step,
+                stored=True,
+            )
+            yield seat, place
+
+    def _load(self, buffer: Buffer, seat: Seat, place: bytes, parcels: dict[int, Parcel]) -> None:
+        """Read the group of a seat if it is buffered or can be asked for again."""
+        if seat.used_up and seat.last_step <= buffer.step - TAKES_KEPT:
+            return
+        parcel = parcel_of(self._segments.read(_PLACES.decode(place)))
+        parcels[seat.position] = parcel
+        if not seat.used_up:
+            seat.parcel = parcel
+
+    def _used_segments(self) -> set[int]:
+        places = self._db.execute("select place from seats where place is not null")
+        return {_PLACES.decode(p).segment for (p,) in places}
+
+    def _check_format(self, folder: Path) -> None:
+        found = self._db.execute("select format from meta").fetchone()
+        if found is not None and found[0] != FORMAT:
+            raise ValueError(
+                f"{folder} has journal format {found[0]}, this asyncrl writes {FORMAT}: resume with the same"
+            )
+
+
+class _Transaction:
+    """All or nothing."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+
+    def __enter__(self) -> None:
+        self._db.execute("begin immediate")
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self._db.execute("commit" if kind is None else "rollback")
+
+
+def _counters(buffer: Buffer, announced: dict[str, str]) -> Counters:
+    return Counters(
+        rejected=dict(buffer.rejected), announced=announced, **{name: getattr(buffer, name) for name in _SAME_NAMES}
+    )
+
+
+def _apply(counters: Counters, buffer: Buffer) -> None:
+    for name in _SAME_NAMES:
+        setattr(buffer, name, getattr(counters, name))
+    buffer.rejected = Counter(counters.rejected)
+
+
+_SAME_NAMES = tuple(name for name in Counters.__struct_fields__ if name not in ("rejected", "announced"))
+_ENCODER = msgspec.msgpack.Encoder()
+_COUNTERS = msgspec.msgpack.Decoder(Counters)
+_PROMPTS = msgspec.msgpack.Decoder(Prompt)
+_PLACES = msgspec.msgpack.Decoder(Place)

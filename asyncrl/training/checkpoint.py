@@ -1,0 +1,172 @@
+"""Checkpoints through torch's distributed checkpoint: written in the background, complete or not there at all.
+
+    checkpoints/.step-000050.part/     while it is written
+    checkpoints/step-000050/           weights and optimiser, sharded; any number of ranks reads them back
+        trainer.json                   step, version: also the position in the replay journal
+        COMPLETE                       size and CRC-32 of every file; a folder without it, or that differs, is ignored
+
+Schedule and randomness are functions of the step (optimizer.py, step.py), so the step stands for them. All methods of
+Checkpointer are collective over the trainer's ranks. Reading unpickles torch's own metadata file, as torch's format
+wants: read only checkpoints that you trust.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from asyncrl.config import CheckpointConfig
+from asyncrl.training.model import Policy, reshard
+from asyncrl.training.ranks import Ranks
+
+MARKER, POSITION = "COMPLETE", "trainer.json"
+
+
+class Position(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the run was: `step` batches trained; `version` is what the weights are called."""
+
+    step: int
+    version: int
+
+
+class Checkpointer:
+    """Writes and reads the checkpoints of one run folder."""
+
+    def __init__(self, folder: Path, *, config: CheckpointConfig, ranks: Ranks) -> None:
+        self.folder, self._config, self._ranks = folder, config, ranks
+        self._group = dist.new_group(backend="gloo")  # the background thread's own: never mixed with other collectives
+        self._finisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._running: Future[None] | None = None
+
+    def save(self, policy: Policy, optimizer: torch.optim.Optimizer, position: Position) -> None:
+        """Copy the state and begin to write it; training may go on at once. Waits for the one before, if still busy."""
+        self.wait()
+        part = self.folder / f".{_name(position.step)}.part"
+        if self._ranks.is_first:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+        self._ranks.barrier()
+        writer = dcp.FileSystemWriter(part, thread_count=1, sync_files=True)
+        written = dcp.async_save(_state(policy, optimizer), storage_writer=writer, process_group=self._group)
+        assert isinstance(written, Future)
+        self._running = self._finisher.submit(self._finish, written, part, position)
+
+    def wait(self) -> None:
+        """Until the checkpoint being written is complete. Raises what went wrong with it."""
+        if self._running is not None:
+            running, self._running = self._running, None
+            running.result()
+
+    def close(self) -> None:
+        self.wait()
+        self._finisher.shutdown()
+
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint, as rank 0 sees it."""
+        name = ""
+        if self._ranks.is_first:
+            found = next((p for p in reversed(self.steps()) if is_complete(p)), None)
+            name = found.name if found is not None else ""
+        name = self._ranks.broadcast(name.encode()).decode()
+        return self.folder / name if name else None
+
+    def load(self, path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> Position:
+        """Put weights and optimiser state back, whatever number of ranks wrote them."""
+        state = _state(policy, optimizer)
+        dcp.load(state, storage_reader=dcp.FileSystemReader(path), process_group=self._group)
+        set_state_dict(
+            policy,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=StateDictOptions(strict=True),
+        )
+        return msgspec.json.decode((path / POSITION).read_bytes(), type=Position)
+
+    def steps(self) -> list[Path]:
+        """Folders of finished checkpoints, oldest first."""
+        return sorted(self.folder.glob("step-*"))
+
+    def oldest_step(self) -> int | None:
+        """The step of the oldest checkpoint kept: what was consumed before it will not be asked for again."""
+        kept = self.steps()
+        return int(kept[0].name.removeprefix("step-")) if kept else None
+
+    def _finish(self, written: Future[Any], part: Path, position: Position) -> None:
+        """Waits for the writing of all ranks; rank 0 then seals, renames and prunes."""
+        written.result()
+        if not self._ranks.is_first:
+            return
+        (part / POSITION).write_bytes(msgspec.json.encode(position))
+        seal(part)
+        final = self.folder / _name(position.step)
+        if final.exists():  # written once more after a resume from before it
+            shutil.rmtree(final)
+        os.replace(part, final)
+        _sync(self.folder)
+        self._prune()
+
+    def _prune(self) -> None:
+        paths, every = self.steps(), self._config.keep_every
+        for path in paths[: -self._config.keep_last] if self._config.keep_last else []:
+            if not every or int(path.name.removeprefix("step-")) % every:
+                shutil.rmtree(path)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def _state(policy: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    reshard(policy)
+    model, optim = get_state_dict(policy, optimizer)
+    return {"model": model, "optimizer": optim}
+
+
+def seal(folder: Path) -> None:
+    """Write the marker: size and checksum of every file."""
+    files = {p.name: (p.stat().st_size, _crc(p)) for p in sorted(folder.iterdir()) if p.name != MARKER}
+    temporary = folder / f".{MARKER}"
+    with open(temporary, "wb") as file:
+        file.write(msgspec.json.encode(files))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, folder / MARKER)
+    _sync(folder)
+
+
+def is_complete(folder: Path) -> bool:
+    """Every file that the marker names is there, whole and unchanged."""
+    try:
+        files = msgspec.json.decode((folder / MARKER).read_bytes(), type=dict[str, tuple[int, int]])
+        return all((folder / n).stat().st_size == size and _crc(folder / n) == crc for n, (size, crc) in files.items())
+    except (OSError, msgspec.DecodeError):
+        return False
+
+
+def _crc(path: Path) -> int:
+    value = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            value = zlib.crc32(chunk, value)
+    return value
+
+
+def _sync(folder: Path) -> None:
+    """Make a rename survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,53 @@
+"""The policy as an ordinary Hugging Face folder, adapters merged, that transformers and vLLM load.
+
+Called by the trainer at the end of a run, after the supervised warm-up and by `asyncrl sft`. Collective over the ranks:
+each weight is gathered by all and kept by rank 0 alone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from asyncrl.models import build_model
+from asyncrl.training.model import Policy, published
+from asyncrl.training.ranks import Ranks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def export(
+    policy: Policy, folder: Path, *, path: str, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, ranks: Ranks
+) -> None:
+    """Write weights, configuration and tokenizer to `folder`, replacing it. `path` is the model it came from."""
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in published(policy, dtype):
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if ranks.is_first:
+            state[name] = whole.cpu()
+    if ranks.is_first:
+        _write(state, folder, path=path, tokenizer=tokenizer, dtype=dtype)
+    ranks.barrier()
+
+
+def _write(
+    state: dict[str, torch.Tensor], folder: Path, *, path: str, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
+) -> None:
+    model = build_model(path, dtype=dtype, weights=False)
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    tied = set(model.all_tied_weights_keys) if model.config.tie_word_embeddings else set()
+    assert not unexpected, unexpected
+    assert set(missing) <= tied, missing
+    model.tie_weights()
+    temporary = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(temporary, ignore_errors=True)
+    model.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(temporary, folder)

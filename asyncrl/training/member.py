@@ -1,0 +1,181 @@
+"""What every trainer rank holds and does: policy, optimiser, weight sender, checkpoints; and the commands it obeys.
+
+Rank 0 gives each command to all ranks, itself included (director.py), so no rank enters a collective that another does
+not. A member knows nothing of the replay buffer.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from asyncrl.chat import Chat
+from asyncrl.models import load_tokenizer
+from asyncrl.settings import Run
+from asyncrl.training.batch import Sequences
+from asyncrl.training.checkpoint import Checkpointer, Position
+from asyncrl.training.export import export
+from asyncrl.training.model import load_policy, num_parameters, published
+from asyncrl.training.ranks import Ranks, make_mesh
+from asyncrl.training.reference import make_reference
+from asyncrl.training.sft import WARMUP_BATCH, train_on_demonstrations, warm_up_rate
+from asyncrl.training.step import Learner
+from asyncrl.weights.sender import WeightSender
+
+log = logging.getLogger(__name__)
+
+
+class Train(msgspec.Struct, frozen=True, tag=True):
+    """Train on the batch that follows; the weights are then version `step`."""
+
+    step: int
+
+
+class Publish(msgspec.Struct, frozen=True, tag=True):
+    """Bring every generator that is behind to `version`."""
+
+    version: int
+
+
+class Save(msgspec.Struct, frozen=True, tag=True):
+    """Begin a checkpoint."""
+
+    step: int
+
+
+class Export(msgspec.Struct, frozen=True, tag=True):
+    """Write the model as a Hugging Face folder."""
+
+
+class Wait(msgspec.Struct, frozen=True, tag=True):
+    """Nothing to do yet: keeps the ranks' wait for the next command within its bound."""
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """The end: finish what is being written and leave."""
+
+
+Command = Train | Publish | Save | Export | Wait | Stop
+
+
+class Member:
+    """One rank of a run. Construction is collective: it loads, warms up or resumes, and makes ready to publish."""
+
+    def __init__(self, run: Run, ranks: Ranks) -> None:
+        self.run, self.ranks = run, ranks
+        config = run.config
+        self.tokenizer = load_tokenizer(config.model.path)
+        if config.model.chat_template is not None:
+            self.tokenizer.chat_template = config.model.chat_template
+        self._mesh = make_mesh(config.parallelism, ranks)
+        self.policy = load_policy(config, ranks, self._mesh)
+        self.num_parameters = num_parameters(self.policy)
+        self.checkpoints = Checkpointer(run.dir / "checkpoints", config=config.checkpoint, ranks=ranks)
+        self.warm_up: dict[str, float] = {}
+        """What the warm-up did, if there was one: sft/steps, sft/loss."""
+        newest = self.checkpoints.newest()
+        if newest is None:
+            self._warm_up()
+        self.learner = Learner(
+            policy=self.policy, algo=run.algo, config=config, ranks=ranks, reference=self._reference()
+        )
+        self.start = Position(step=0, version=0)
+        if newest is not None:
+            self.start = self.checkpoints.load(newest, self.policy, self.learner.optimizer)
+        self.sender = WeightSender(
+            tensors=self._tensors, rank=ranks.rank, config=config.weights, device=ranks.device, curve=None
+        )
+
+    def follow(self) -> None:
+        """Ranks above 0. Consumes commands; waits for rank 0, bounded by the control group's timeout; unblocked by the
+        next command or by the loss of rank 0, which raises; produces what the commands ask for. Ends with Stop."""
+        while True:
+            command = msgspec.json.decode(self.ranks.broadcast(None), type=Command)
+            payload = self.ranks.broadcast(None) if isinstance(command, Train) else b""
+            self.obey(command, payload)
+            if isinstance(command, Stop):
+                return
+
+    def order(self, command: Command, payload: bytes = b"") -> Any:
+        """Rank 0: all ranks do this now. Returns what it gave here."""
+        self.ranks.broadcast(msgspec.json.encode(command))
+        if isinstance(command, Train):
+            self.ranks.broadcast(payload)
+        return self.obey(command, payload)
+
+    def obey(self, command: Command, payload: bytes) -> Any:
+        """Do it; collective. Train gives metrics, Publish a SyncReport, the others nothing."""
+        match command:
+            case Train(step=step):
+                return self.learner.train(Sequences.decode(payload), step=step)
+            case Publish(version=version):
+                return self.sender.publish(version)
+            case Save(step=step):
+                position = Position(step=step, version=step)
+                self.checkpoints.save(self.policy, self.learner.optimizer, position)
+            case Export():
+                self._export(self.run.dir / "model")
+            case Stop():
+                self.checkpoints.close()
+                self.sender.close()
+            case Wait():
+                pass
+        return None
+
+    def _tensors(self) -> Any:
+        return published(self.policy, self.published_dtype)
+
+    @property
+    def published_dtype(self) -> torch.dtype:
+        """What generators receive: their own type, so that half the bytes travel where that is bf16."""
+        name = self.run.config.generation.dtype
+        if name == "auto":
+            name = "bfloat16" if self.ranks.device.type == "cuda" else "float32"
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+    def _export(self, folder: Path) -> None:
+        config = self.run.config
+        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.training.dtype]
+        export(self.policy, folder, path=config.model.path, tokenizer=self.tokenizer, dtype=dtype, ranks=self.ranks)
+
+    def _warm_up(self) -> None:
+        config = self.run.config
+        steps = config.training.warmup_sft_steps or 0
+        if not steps:
+            return
+        rate = warm_up_rate(config.model.path, config.training)
+        loss = train_on_demonstrations(
+            self.policy,
+            env=self.run.env,
+            chat=Chat(tokenizer=self.tokenizer),
+            config=config.training,
+            ranks=self.ranks,
+            steps=steps,
+            batch_size=WARMUP_BATCH,
+            rate=lambda step: rate,
+            on_step=lambda step, loss: log.info("warm-up step %d of %d: loss %.4f", step, steps, loss),
+        )
+        self.warm_up = {"sft/steps": float(steps), "sft/loss": loss}
+        if self.run.algo.needs().reference:  # a resumed run must find the same reference again
+            self._export(self._initial)
+
+    @property
+    def _initial(self) -> Path:
+        return self.run.dir / "initial"
+
+    def _reference(self) -> Any:
+        if not self.run.algo.needs().reference:
+            return None
+        initial = str(self._initial) if self._initial.exists() else self.run.config.model.path
+        return make_reference(
+            self.run.config,
+            self.policy,
+            self.ranks,
+            self._mesh,
+            initial=initial,
+            temperature=self.run.algo.temperature,
+        )

@@ -1,0 +1,52 @@
+"""One trainer rank, from its start to its end: `asyncrl train --role trainer` calls `main`.
+
+Rank 0 directs (director.py), the others follow (member.py). Under torchrun or the launcher RANK, WORLD_SIZE,
+LOCAL_RANK, MASTER_ADDR and MASTER_PORT say who is who; without them this is the only rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from types import FrameType
+
+from asyncrl.replay.client import ReplayClient
+from asyncrl.settings import Run
+from asyncrl.training.director import Director
+from asyncrl.training.member import Member
+from asyncrl.training.ranks import join_ranks, leave_ranks
+
+GLOO_MARGIN_S = 300.0
+"""Collectives may take this much longer than the longest wait that rank 0 allows itself."""
+
+
+def main(run: Run, address: str) -> None:
+    """Train until training.steps or the end of the data; SIGINT and SIGTERM end it after a checkpoint, in order."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    stop = _Stop()
+    limits = run.config.supervise
+    ranks = join_ranks(
+        with_gpus=run.config.services.trainer.with_gpus,
+        timeout_s=max(limits.stall_limit_s, limits.start_timeout_s) + GLOO_MARGIN_S,
+    )
+    member = Member(run, ranks)
+    if ranks.is_first:
+        director = Director(
+            run, member, connect=lambda: ReplayClient(address, role="trainer"), interrupted=lambda: stop.asked
+        )
+        director.conduct()
+    else:
+        member.follow()
+    leave_ranks()
+
+
+class _Stop:
+    """SIGINT and SIGTERM ask for an orderly end. Only rank 0 acts on it; the others follow its commands."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True

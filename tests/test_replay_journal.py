@@ -1,0 +1,259 @@
+"""The journal: what is acknowledged survives, and a resumed trainer finds the state of its checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replay_helpers import make_buffer, make_group, make_parcel, make_run
+
+from asyncrl.replay import server
+from asyncrl.replay.buffer import Buffer
+from asyncrl.replay.client import AsyncReplayClient, ReplayClient
+from asyncrl.replay.journal import Journal, JournalFull
+from asyncrl.replay.segments import Segments
+
+
+def open_journal(folder: Path, **limits: object) -> Journal:
+    def blank(cursor: int) -> Buffer:
+        buffer = make_buffer(live=False, **limits)  # type: ignore[arg-type]
+        for _ in range(cursor):
+            next(buffer.prompts)
+        buffer.cursor = cursor
+        return buffer
+
+    return Journal(folder, blank)
+
+
+def view(buffer: Buffer) -> dict:
+    """Everything about a buffer that decides what it does next."""
+    seats = [
+        (s.position, s.prompt, s.attempt, s.lease_id, s.owner, s.version, s.uses, s.used_up, s.last_step)
+        + ((s.parcel.num_tokens, s.parcel.oldest_version) if s.parcel else ())
+        for s in buffer.line
+    ]
+    same = ("cursor", "next_lease", "step", "made_uses", "partial_uses", "live_version", "live_uses", "bytes_buffered")
+    return {
+        "seats": seats,
+        "recent": {k: [p.lease_id for p in v] for k, v in buffer.recent.items()},
+        "waiting": sorted(buffer.waiting),
+        "places": (sorted(buffer.leased), sorted(buffer.buffered), buffer.committed, buffer.room()),
+        "accounts": buffer.accounts(),
+        **{name: getattr(buffer, name) for name in same},
+    }
+
+
+def act(buffer: Buffer, rng: random.Random) -> None:
+    """One random thing happens."""
+    what = rng.choice(["lease", "insert", "insert", "insert", "drop", "die", "take", "take", "publish"])
+    leased = list(buffer.leased.values())
+    if what == "lease":
+        buffer.lease(rng.randint(1, 3), owner=rng.choice("ab"), request=0, now=0.0)
+    elif what == "insert" and leased:
+        seat = rng.choice(leased)
+        buffer.insert(seat.lease_id, make_parcel(seat.lease_id, versions=[seat.version] * 2, length=rng.randint(1, 9)))
+    elif what == "drop" and leased and rng.random() < 0.3:
+        buffer.drop(rng.choice(leased).lease_id, "filtered", num_tokens=2)
+    elif what == "die" and rng.random() < 0.2:
+        buffer.release(rng.choice("ab"))
+    elif what == "take":
+        buffer.take(step=buffer.step + 1, num_groups=buffer.limits.batch_size, version=buffer.step)
+    elif what == "publish" and buffer.step > buffer.live_version:
+        buffer.publish(version=buffer.step, step=buffer.step)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32), P=st.integers(1, 3), S=st.integers(0, 2), reuse=st.integers(1, 2))
+def test_restored_buffer_is_the_one_that_was_committed(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, P: int, S: int, reuse: int
+) -> None:
+    folder, rng = tmp_path_factory.mktemp("journal"), random.Random(seed)
+    shape = {"P": P, "target_lag": max(S, reuse - 1), "reuse": reuse}
+    journal = open_journal(folder, **shape)
+    buffer, _ = journal.restore()
+    buffer.publish(version=0, step=0)
+    for _ in range(rng.randint(1, 60)):
+        act(buffer, rng)
+        if rng.random() < 0.5:
+            journal.commit(buffer, {"weights": "here"})
+        if rng.random() < 0.05:
+            journal.forget(max(0, buffer.step - 4), buffer)
+    journal.commit(buffer, {"weights": "here"})
+    before = view(buffer)
+    act(buffer, rng)  # not committed: it never happened
+    journal.close()
+    again, announced = open_journal(folder, **shape).restore()
+    assert view(again) == before
+    assert announced == {"weights": "here"}
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32), reuse=st.integers(1, 2), every=st.integers(1, 3))
+def test_trained_prompts_are_those_of_an_uninterrupted_run(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, reuse: int, every: int
+) -> None:
+    """Killed again and again at random instants and resumed from the last checkpoint; nothing is skipped or doubled."""
+    folder, rng = tmp_path_factory.mktemp("journal"), random.Random(seed)
+    shape = {"P": 2, "target_lag": 2, "reuse": reuse, "steps": 12}
+    trained: dict[int, list[int]] = {}
+    checkpoint = 0
+    while len(trained) < 12:
+        journal = open_journal(folder, **shape)
+        buffer = journal.rewind(step=checkpoint)
+        trained = {k: v for k, v in trained.items() if k <= checkpoint}
+        assert buffer.accounts()["ledger/balance"] == 0
+        assert buffer.accounts()["ledger_tokens/balance"] == 0
+        if checkpoint == 0 or rng.random() < 0.9:
+            buffer.publish(version=checkpoint, step=checkpoint)
+        for _ in range(rng.randint(5, 120)):
+            if buffer.step == 12:
+                break
+            done = buffer.step
+            for seat in buffer.lease(rng.randint(1, 3), owner="a", request=0, now=0.0):
+                if rng.random() < 0.7:
+                    parcel = make_parcel(seat.lease_id, versions=[seat.version], prompt_id=seat.prompt.id)
+                    assert buffer.insert(seat.lease_id, parcel)
+            if rng.random() < 0.3 and all(seat.attempt < 3 for seat in buffer.leased.values()):
+                buffer.release("a")
+            seats = {s.lease_id: s.prompt.id for s in buffer.line}
+            batch = buffer.take(step=done + 1, num_groups=2, version=done)
+            if rng.random() < 0.8:
+                journal.commit(buffer, {})
+            else:
+                break  # killed before the commit: the trainer never saw this batch
+            if batch:
+                trained[done + 1] = [seats[p.lease_id] for p in batch]
+                buffer.publish(version=done + 1, step=done + 1)
+                if (done + 1) % every == 0:
+                    checkpoint = done + 1
+                    journal.forget(checkpoint - every, buffer)
+        journal.close()
+    counts = Counter(prompt for batch in trained.values() for prompt in batch)
+    assert sum(counts.values()) == 24
+    if reuse == 1:
+        assert sorted(counts) == list(range(24))
+    else:
+        assert max(counts.values()) == reuse
+
+
+def test_rewind_to_a_forgotten_step_is_refused(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path, P=1, target_lag=0)
+    buffer, _ = journal.restore()
+    buffer.publish(version=0, step=0)
+    for step in range(1, 7):
+        (seat,) = buffer.lease(1, owner="a", request=0, now=0.0)
+        buffer.insert(seat.lease_id, make_parcel(seat.lease_id, versions=[step - 1]))
+        buffer.take(step=step, num_groups=1, version=step - 1)
+        buffer.publish(version=step, step=step)
+        journal.commit(buffer, {})
+    journal.forget(3, buffer)
+    for step in (2, 7):
+        with pytest.raises(ValueError, match=f"cannot go back to step {step}"):
+            journal.rewind(step=step)
+    again = journal.rewind(step=3)
+    assert [s.position for s in again.line] == [3, 4, 5]
+    assert again.room() == 0
+    again.publish(version=3, step=3)
+    batch = again.take(step=4, num_groups=1, version=3)
+    assert batch is not None
+    assert batch[0].oldest_version == 3
+    journal.close()
+
+
+def test_disk_space_is_used_again(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path, P=1, target_lag=0)
+    buffer, _ = journal.restore()
+    buffer.publish(version=0, step=0)
+    sizes = []
+    for step in range(1, 41):
+        (seat,) = buffer.lease(1, owner="a", request=0, now=0.0)
+        buffer.insert(seat.lease_id, make_parcel(seat.lease_id, versions=[step - 1], length=2_000_000))
+        buffer.take(step=step, num_groups=1, version=step - 1)
+        buffer.publish(version=step, step=step)
+        journal.commit(buffer, {})
+        journal.forget(step - 1, buffer)
+        sizes.append(sum(f.stat().st_size for f in tmp_path.rglob("*") if f.is_file()))
+    assert max(sizes[20:]) <= max(sizes[:20]) + 8_000_000  # SQLite's write-ahead log
+    journal.close()
+
+
+def test_full_disk_is_a_named_error(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path, P=1)
+    buffer, _ = journal.restore()
+    buffer.publish(version=0, step=0)
+    journal.commit(buffer, {})
+    journal._db.execute("pragma max_page_count = 1")
+    buffer.lease(1, owner="a" * 100_000, request=0, now=0.0)
+    with pytest.raises(JournalFull, match="free some space and resume"):
+        journal.commit(buffer, {})
+    journal.close()
+
+
+def test_groups_come_back_from_segments_as_they_went_in(tmp_path: Path) -> None:
+    segments = Segments(tmp_path, set())
+    groups = [[bytes([i]) * n for n in (10, 0, i * 1000, 3, 0, 1, 7)] for i in range(50)]
+    places = [segments.append(g) for g in groups]
+    assert [segments.read(p) for p in places] == groups
+    segments.close()
+    (tmp_path / "000000.bin").write_bytes(b"short")
+    with pytest.raises(ValueError, match="segment 0 is damaged"):
+        segments.read(places[3])
+
+
+def _insert_for_ever(address: str, acked: object) -> None:
+    """A generator that reports each acknowledged prompt."""
+
+    async def main() -> None:
+        client = AsyncReplayClient(address)
+        await client.hello()
+        while True:
+            for lease in await client.lease(4):
+                if await client.insert(
+                    make_group(lease.id, versions=[lease.version], length=5000, prompt_id=lease.prompt.id)
+                ):
+                    acked.put(lease.prompt.id)  # type: ignore[attr-defined]
+
+    asyncio.run(main())
+
+
+def test_acknowledged_inserts_survive_kill_of_the_server_at_any_instant(tmp_path: Path) -> None:
+    run = make_run(
+        str(tmp_path), training={"batch_size": 400, "steps": 100}, target_lag=9, order="fifo", lease_timeout_s=3600
+    )
+    spawn = multiprocessing.get_context("spawn")
+    stop, acked = spawn.Event(), spawn.SimpleQueue()
+    seen: set[int] = set()
+    rng = random.Random(0)
+    for kill in range(4):
+        process = spawn.Process(target=server.serve, args=(run, stop))
+        process.start()
+        address = server.read_address(tmp_path, timeout_s=30)
+        trainer = ReplayClient(address, role="trainer")
+        if kill == 0:
+            trainer.publish(version=0, step=0)
+            generator = spawn.Process(target=_insert_for_ever, args=(address, acked), daemon=True)
+            generator.start()
+        enough = len(seen) + rng.randint(20, 300)
+        while len(seen) < enough:
+            seen.add(acked.get())
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(10)
+        trainer.close()
+    generator.kill()
+    generator.join(10)
+    while not acked.empty():
+        seen.add(acked.get())
+    found = server.open_server(run, bind="tcp://127.0.0.1:*")
+    buffer = found.service.buffer
+    assert seen <= {s.prompt.id for s in buffer.buffered.values()}
+    assert buffer.accounts()["ledger/balance"] == 0
+    found.close()

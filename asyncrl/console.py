@@ -18,6 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.metrics import read_progress
+
 if TYPE_CHECKING:
     from asyncrl.settings import Run
 
@@ -54,6 +56,7 @@ class Console:
         self._tail = Tail(run.dir / "metrics.jsonl")
         self._rows: list[Row] = []
         self._printed = (0, 0.0)
+        self._said = ("", 0.0)
         self._drawn: object = None
         self._progress = Progress(
             TextColumn("step"),
@@ -93,7 +96,14 @@ class Console:
             self._progress.update(self._task, completed=int(self.last.get("step", 0)))
             self._live.update(Group(*self._panel(status, phase)), refresh=True)
         elif "console" in self._run.config.metrics.trackers:
-            self._plain()
+            self._plain() if self._rows else self._before_first(phase)
+
+    def _before_first(self, phase: str) -> None:
+        """What happens before there is a row: said when it changes, at most every few seconds."""
+        text, when = read_progress(self._run.dir) or phase, time.monotonic()
+        if text != self._said[0] and when - self._said[1] >= PLAIN_EVERY_S:
+            self._said = (text, when)
+            self.note(text)
 
     def _plain(self) -> None:
         """The first row, the last, and one every few seconds."""
@@ -113,6 +123,8 @@ class Console:
         if rewards:
             table.add_row(Text("reward so far", style="dim"), sparkline(rewards))
         waits = [Text(f"{w['who']}: {w['why']}", style="yellow") for w in waiting(status, at_least_s=1.0)]
+        if not self._rows and (progress := read_progress(self._run.dir)):
+            return [Text(title, style="bold"), Text(progress)]
         return [Text(title, style="bold"), self._progress, table, *waits[:4]]
 
 

@@ -237,7 +237,8 @@ def _through_host_memory(run: Run) -> Run:
 
 def _prepare(run: Run) -> None:
     run.dir.mkdir(parents=True, exist_ok=True)
-    (run.dir / "address.json").unlink(missing_ok=True)
+    for name in ("address.json", "progress"):  # of an earlier launch
+        (run.dir / name).unlink(missing_ok=True)
     clear_errors(run.dir)
     save(run)
 

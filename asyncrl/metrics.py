@@ -112,6 +112,19 @@ def open_trackers(run: Run, *, step: int = 0) -> Trackers:
     return Trackers(metrics, {name: make(run) for name, make in others.items()}, run.config.metrics.samples_per_step)
 
 
+def write_progress(run_dir: Path, text: str) -> None:
+    """What a run does before its first step, in a few words, for the launcher to show: `warm-up 60 of 120, loss 0.9`."""
+    temporary = run_dir / "progress.part"
+    temporary.write_text(text)
+    os.replace(temporary, run_dir / "progress")
+
+
+def read_progress(run_dir: Path) -> str:
+    """The last of it; empty when nothing was written."""
+    path = run_dir / "progress"
+    return path.read_text() if path.exists() else ""
+
+
 def read_rows(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """Every whole row of a .jsonl file of the run folder; an empty list when there is none yet."""
     path = run_dir / name

@@ -11,7 +11,7 @@ from rich.console import Console as Terminal
 
 from asyncrl import Env, Prompt, register_env
 from asyncrl.console import Console, Tail, plain_line, sparkline, waiting
-from asyncrl.metrics import open_timer
+from asyncrl.metrics import open_timer, write_progress
 from asyncrl.plot import draw
 from asyncrl.replay.server import Server, make_service
 from asyncrl.settings import load, resolve, save
@@ -104,11 +104,14 @@ def test_the_panel_shows_reward_staleness_queue_speed_and_who_waits(run):
 def test_without_a_terminal_there_are_plain_lines_and_the_last_step_is_one(run):
     out = io.StringIO()
     with Console(run, terminal=Terminal(file=out, width=200)) as console:
+        write_progress(run.dir, "warm-up 60 of 120")
+        console.update({}, phase="running")
         for step in range(1, 10):
             write_rows(run, [step])
             console.update({}, phase="running")
     lines = out.getvalue().splitlines()
-    assert lines[0].startswith("step 1/9  reward 0.100  staleness 0.90 (max 3)")
+    assert lines[0] == "warm-up 60 of 120"
+    assert lines[1].startswith("step 1/9  reward 0.100  staleness 0.90 (max 3)")
     assert lines[-1].startswith("step 9/9")
 
 

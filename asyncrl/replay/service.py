@@ -14,6 +14,7 @@ from typing import Any
 from asyncrl.config import SuperviseConfig
 from asyncrl.replay import diagnosis, messages, wire
 from asyncrl.replay.buffer import Buffer
+from asyncrl.replay.ledger import Means
 from asyncrl.replay.parcel import Parcel, parcel_of
 from asyncrl.replay.peers import Peer, Peers
 
@@ -58,6 +59,8 @@ class Service:
     peers: Peers = field(default_factory=Peers)
     parked: dict[tuple[str, int], Waiting] = field(default_factory=dict)
     announced: dict[str, str] = field(default_factory=dict)
+    earned: Means = field(default_factory=Means)
+    """Rewards of all groups that came to a good end since the last batch was taken, filtered ones included."""
     outbox: list[Outgoing] = field(default_factory=list)
     malformed: int = 0
     """Messages that could not be read."""
@@ -157,7 +160,10 @@ class Service:
         match body:
             case messages.Insert(lease_id=lease_id):
                 parcel = self._parcel(lease_id, payload)
-                return messages.Done(accepted=self._may_end(peer, lease_id) and buffer.insert(lease_id, parcel))
+                accepted = self._may_end(peer, lease_id) and buffer.insert(lease_id, parcel)
+                if accepted:
+                    self.earned.add(length=parcel.length, reward=parcel.reward)
+                return messages.Done(accepted=accepted)
             case messages.AskLease(n=n):
                 return self._grant(peer, waiting.seq, n, now)
             case messages.Drop():
@@ -213,6 +219,8 @@ class Service:
         return parcel
 
     def _drop(self, body: messages.Drop) -> bool:
+        if body.reason == "filtered" and body.lease_id in self.buffer.leased:
+            self.earned.add(length=body.length, reward=body.reward)
         return self.buffer.drop(
             body.lease_id, body.reason, num_tokens=body.num_tokens, reward=body.reward, length=body.length
         )
@@ -268,6 +276,9 @@ class Service:
             "idle/generator": sum(idle) / len(idle) if idle else 1.0,
             "throughput/generated_tokens_per_s": sum(p.pace.tokens_per_s for p in generators),
         }
+        if self.earned.num:
+            metrics["reward/mean"] = self.earned.reward
+            self.earned = Means()
         if buffer.trained_means.num:
             metrics["bias/trained_length"] = buffer.trained_means.length
         if buffer.dropped_means.num:

@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from asyncrl.chat import Chat
+from asyncrl.metrics import write_progress
 from asyncrl.models import load_tokenizer
 from asyncrl.settings import Run
 from asyncrl.training.batch import Sequences
@@ -157,11 +158,16 @@ class Member:
             steps=steps,
             batch_size=WARMUP_BATCH,
             rate=lambda step: rate,
-            on_step=lambda step, loss: log.info("warm-up step %d of %d: loss %.4f", step, steps, loss),
+            on_step=lambda step, loss: self._say(f"warm-up on demonstrations: step {step} of {steps}, loss {loss:.3f}"),
         )
         self.warm_up = {"sft/steps": float(steps), "sft/loss": loss}
         if self.run.algo.needs().reference:  # a resumed run must find the same reference again
             self._export(self._initial)
+
+    def _say(self, text: str) -> None:
+        if self.ranks.is_first:
+            log.info(text)
+            write_progress(self.run.dir, text)
 
     @property
     def _initial(self) -> Path:

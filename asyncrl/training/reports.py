@@ -32,7 +32,8 @@ def describe_groups(groups: Sequence[Group]) -> dict[str, float]:
             parts[name].append(value)
     uniform = [bool((group.rewards_G == group.rewards_G[0]).all()) for group in groups]
     return {
-        "reward/mean": float(rewards.mean()),
+        "reward/mean": float(rewards.mean()),  # the server's, over filtered groups too, takes its place where it knows
+        "reward/trained_mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/max": float(rewards.max()),
         "reward/uniform_groups": float(np.mean(uniform)),

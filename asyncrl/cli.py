@@ -90,12 +90,13 @@ def envs(args: Arguments) -> int:
 
 def _check_environment(target: str, overrides: dict[str, Any], imports: list[str]) -> int:
     from asyncrl.env_check import check
+    from asyncrl.settings import load, resolve
 
-    stray = [key for key in overrides if not key.startswith("env.")]
+    stray = [key for key in overrides if not key.startswith(("env.", "dataset."))]
     if stray:
-        raise ValueError(f"asyncrl envs check takes --env.key options, got --{stray[0]}")
-    fields = {key.removeprefix("env."): value for key, value in overrides.items()}
-    report = check(target, fields=fields, imports=imports)
+        raise ValueError(f"asyncrl envs check takes --env.key and --dataset.key options, got --{stray[0]}")
+    build = lambda: resolve(load(None, {**overrides, "env.name": target})).env  # noqa: E731
+    report = check(target, build=build, imports=imports)
     print(report)
     return 0 if report.ok else 1
 

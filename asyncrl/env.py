@@ -60,6 +60,9 @@ class Env(msgspec.Struct, kw_only=True, dict=True):
     full_marks: ClassVar[float] = FULL_MARKS
     """The reward that `reference` responses must reach in `asyncrl envs check`."""
 
+    tiny: ClassVar[dict[str, Any]] = {}
+    """Configuration for runs with the `tiny` model, sections of keys, below everything the user wrote."""
+
     seed: int = 0
     """Order and content of the prompts."""
 
@@ -243,7 +246,7 @@ class Conversation:
             finish_reason=self._finish,
             text="".join(p.text if p.trained else f"\n[{p.text}]\n" for p in parts),
         )
-        result = episode(whole, score, turns=sum(p.trained for p in parts), **metadata)
+        result = episode(whole, score, **{"turns": sum(p.trained for p in parts), **metadata})
         result.loss_mask = _joined([np.full(len(p.token_ids), p.trained) for p in parts], bool)
         return result
 

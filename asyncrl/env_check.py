@@ -14,14 +14,16 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import islice
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
+import asyncrl.envs
 from asyncrl import keys
 from asyncrl.chat import Chat
 from asyncrl.env import Env
@@ -69,9 +71,9 @@ class Broken(Exception):
 
 
 def check(
-    target: str, *, fields: Mapping[str, Any] | None = None, num_prompts: int = 4, imports: Sequence[str] = ()
+    target: str, *, build: Callable[[], Env] | None = None, num_prompts: int = 4, imports: Sequence[str] = ()
 ) -> Report:
-    """Check the environment called `target` (a name or an import path), built with `fields` of its section.
+    """Check the environment called `target` (a name or an import path), with its defaults or as `build` makes it.
 
     `imports` are modules or files that register it, already imported here; a fresh process imports them again.
 
@@ -79,8 +81,8 @@ def check(
     """
     report = Report(target=target)
     try:
-        env = _built(target, fields or {})
-        report.add("ok", f"{type(env).__name__} is built with its defaults" if not fields else "it is built")
+        env = _built(target, build)
+        report.add("ok", f"{type(env).__name__} is built")
         _fresh_process(report, target, imports)
         prompts = _prompts(report, env, num_prompts)
         asyncio.run(_rollouts(report, env, prompts))
@@ -89,12 +91,12 @@ def check(
     return report
 
 
-def _built(target: str, fields: Mapping[str, Any]) -> Env:
+def _built(target: str, build: Callable[[], Env] | None) -> Env:
     with _blamed("it cannot be built"):
         cls = ENVS.get(target)
         if not issubclass(cls, Env):
             raise Broken(f"{cls.__name__} must subclass asyncrl.Env")
-        env = keys.convert(fields, cls, section="env")
+        env = build() if build is not None else cls()
         again = keys.convert(msgspec.to_builtins(env), cls, section="env")
     if msgspec.to_builtins(again) != msgspec.to_builtins(env):
         raise Broken("its fields do not survive being written to config.yaml and read back, which every process does")
@@ -295,5 +297,6 @@ class _blamed:
 
 def _last_line(trace: Any) -> str:
     """Where in the environment's own code it happened."""
-    own = [f for f in traceback.extract_tb(trace) if "asyncrl" not in f.filename.split("/")]
+    ours = (str(Path(asyncrl.__file__).parent), str(Path(asyncrl.envs.__file__).parent))
+    own = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(ours)]
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""

@@ -57,8 +57,17 @@ def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = N
         keys.put(tree, key, value)
     model = tree.get("model", {})
     if not isinstance(model, Mapping) or model.get("path", "tiny") == "tiny":
-        tree = keys.merge(TINY, tree)
+        tree = keys.merge(keys.merge(TINY, _tiny_of_env(tree)), tree)
     return keys.convert(tree, Config)
+
+
+def _tiny_of_env(tree: keys.Tree) -> keys.Tree:
+    """What the environment wants of a run with the tiny model. Without demonstrations there is no warm-up to run."""
+    import_all(tree.get("imports") or [])
+    env = tree.get("env")
+    cls = _env_class(str(env.get("name", ""))) if isinstance(env, Mapping) else Env  # convert() says what is wrong
+    warmed = cls.demonstrations is not Env.demonstrations
+    return keys.merge({} if warmed else {"training": {"warmup_sft_steps": 0}}, cls.tiny)
 
 
 def resolve(config: Config) -> Run:

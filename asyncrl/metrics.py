@@ -113,7 +113,7 @@ def open_trackers(run: Run, *, step: int = 0) -> Trackers:
 
 
 def write_progress(run_dir: Path, text: str) -> None:
-    """What a run does before its first step, in a few words, for the launcher to show: `warm-up 60 of 120, loss 0.9`."""
+    """What a run does before its first step, in a few words, for the launcher: `warm-up 60 of 120, loss 0.9`."""
     temporary = run_dir / "progress.part"
     temporary.write_text(text)
     os.replace(temporary, run_dir / "progress")

@@ -13,7 +13,7 @@ from asyncrl import Env, Prompt, register_env
 from asyncrl.console import Console, Tail, plain_line, sparkline, waiting
 from asyncrl.metrics import open_timer, write_progress
 from asyncrl.plot import draw
-from asyncrl.replay.server import Server, make_service
+from asyncrl.replay.server import open_server
 from asyncrl.settings import load, resolve, save
 from asyncrl.status import Poller, describe
 
@@ -130,7 +130,7 @@ def test_the_longest_wait_comes_first():
 
 
 def test_the_status_of_a_real_server_is_kept_and_described(run):
-    server, stop = Server(make_service(run)), threading.Event()
+    server, stop = open_server(run, bind="tcp://127.0.0.1:*"), threading.Event()
     thread = threading.Thread(target=server.run, args=(stop,), daemon=True)
     thread.start()
     with Poller(run.dir) as poller:

@@ -29,6 +29,9 @@ MAY_USE = {
 }
 """Besides the base (types, env, algorithm, config, registry, settings, metrics, ...), which any room may use."""
 
+CONTRACTS = ("asyncrl.generation.engine", "asyncrl.weights.messages")
+"""Protocols and messages: they import no room themselves."""
+
 ONLY_IN = {
     "zmq": ("asyncrl/replay/", "asyncrl/weights/", "tests/", "benchmarks/"),
     "vllm": ("asyncrl/generation/vllm", "tests/", "benchmarks/"),
@@ -58,8 +61,9 @@ def without_type_checking(tree: ast.Module) -> ast.Module:
 
 
 def rooms_used(path: Path) -> set[str]:
-    """First names under `asyncrl.` that a file imports."""
-    return {m.split(".")[1] for m in imports(path) if m.startswith("asyncrl.")}
+    """First names under `asyncrl.` that a file imports, but for pure contracts between rooms."""
+    found = {m for m in imports(path) if m.startswith("asyncrl.") and not m.startswith(CONTRACTS)}
+    return {m.split(".")[1] for m in found if not any(c.startswith(f"{m}.") for c in CONTRACTS)}
 
 
 def name(path: Path) -> str:

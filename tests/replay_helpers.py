@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
 
 from asyncrl.config import Config, ReplayConfig, TrainingConfig
 from asyncrl.env import Env
-from asyncrl.replay import wire
+from asyncrl.replay import server, wire
 from asyncrl.replay.buffer import Buffer
 from asyncrl.replay.limiter import Limits, make_limits
 from asyncrl.replay.parcel import Parcel, parcel_of
@@ -82,3 +84,27 @@ def make_run(
     """What `serve` needs of a resolved run."""
     config = Config(run_dir=run_dir, training=TrainingConfig(**(training or {})), replay=ReplayConfig(**replay))  # type: ignore[arg-type]
     return SimpleNamespace(config=config, env=Counting(total=total), algo=None)
+
+
+@contextmanager
+def serving(run: object, bind: str = "tcp://127.0.0.1:*") -> Iterator[server.Server]:
+    """A server in a thread of this process; an error that ends it fails the test."""
+    made = server.open_server(run, bind=bind)
+    stop, errors = threading.Event(), []
+
+    def serve() -> None:
+        try:
+            made.run(stop)
+        except BaseException as error:  # noqa: BLE001  handed to the test's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield made
+    finally:
+        stop.set()
+        thread.join(10)
+        made.close()
+        if errors:
+            raise errors[0]

@@ -6,45 +6,19 @@ import asyncio
 import multiprocessing
 import os
 import signal
-import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
-from replay_helpers import make_group, make_run
+from replay_helpers import make_group, make_run, serving
 
 from asyncrl.config import SuperviseConfig
 from asyncrl.replay import messages, server, wire
 from asyncrl.replay.client import AsyncReplayClient, ReplayClient, Session, TakeTimeout
 from asyncrl.replay.messages import Lease
-
-
-@contextmanager
-def serving(run: object, bind: str = "tcp://127.0.0.1:*") -> Iterator[server.Server]:
-    """A server in a thread of this process; an error that ends it fails the test."""
-    made = server.open_server(run, bind=bind)
-    stop, errors = threading.Event(), []
-
-    def serve() -> None:
-        try:
-            made.run(stop)
-        except BaseException as error:  # noqa: BLE001  handed to the test's thread
-            errors.append(error)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield made
-    finally:
-        stop.set()
-        thread.join(10)
-        made.close()
-        if errors:
-            raise errors[0]
 
 
 def run_async(work: Callable[[AsyncReplayClient], Awaitable[object]], address: str, *, index: int = 0) -> object:

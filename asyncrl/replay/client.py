@@ -22,7 +22,7 @@ import zmq
 import zmq.asyncio
 
 from asyncrl.replay import messages, wire
-from asyncrl.replay.keys import CurveKeys
+from asyncrl.replay.keys import CurveKeys, secure_client
 from asyncrl.replay.messages import Lease, Welcome
 from asyncrl.types import Group
 
@@ -346,7 +346,6 @@ def _connect(context: zmq.Context[S], address: str, curve: CurveKeys | None) -> 
     dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30000)
     dealer.setsockopt(zmq.TCP_KEEPALIVE, 1)
     if curve is not None:
-        dealer.curve_publickey, dealer.curve_secretkey = curve.public.encode(), curve.secret.encode()
-        dealer.curve_serverkey = curve.server_public.encode()
+        secure_client(dealer, curve)
     dealer.connect(address)
     return dealer

@@ -77,7 +77,7 @@ def refuse_endless(rejected: Counter[str], limit: int) -> None:
         return
     reasons = ", ".join(f"{n} {r}" for r, n in rejected.most_common())
     raise EndlessRejection(
-        f"{rejected.total()} leases in a row ended without a group to train on ({reasons}). `filtered`: all siblings have "
-        "the same reward, so the task is too hard or too easy for this model. Other reasons: failures of rollouts or "
+        f"{rejected.total()} leases in a row ended without a group to train on ({reasons}). `filtered`: all siblings "
+        "have the same reward, so the task is too hard or too easy for this model. Other reasons: failures of rollouts or "
         "rewards. replay.max_filtered sets how many batches' worth is too many"
     )

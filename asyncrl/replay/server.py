@@ -21,6 +21,7 @@ from asyncrl.config import Config
 from asyncrl.replay import wire
 from asyncrl.replay.buffer import Buffer
 from asyncrl.replay.journal import Journal
+from asyncrl.replay.keys import CurveKeys, Gate, load_keys, secure_server
 from asyncrl.replay.limiter import make_limits
 from asyncrl.replay.samplers import SAMPLERS
 from asyncrl.replay.service import Service
@@ -52,15 +53,20 @@ class Server:
         bind: str = "tcp://127.0.0.1:*",
         journal: Journal | None = None,
         keep_steps: bool = True,
+        curve: CurveKeys | None = None,
     ) -> None:
         """`keep_steps` False: there will be no checkpoint to go back to, so used-up groups leave the disk early."""
-        _check_bind(bind)
+        if curve is None:
+            _check_bind(bind)
         self.service, self._journal = service, journal
         self._keep_no_steps, self._forgotten = not keep_steps, 0
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         for option, value in _SOCKET_OPTIONS.items():
             self._socket.setsockopt(option, value)
+        self._gate = Gate(self._context, curve) if curve is not None else None
+        if curve is not None:
+            secure_server(self._socket, curve)
         try:
             self._socket.bind(bind)
         except zmq.ZMQError as error:
@@ -99,6 +105,8 @@ class Server:
         if self._journal is not None:
             self._journal.close()
         self._socket.close(linger=1000)
+        if self._gate is not None:
+            self._gate.close()
         self._context.term()
 
     def _commit(self) -> None:
@@ -139,6 +147,7 @@ def serve(run: Any, stop_event: StopEvent) -> None:
 def open_server(run: Any, *, bind: str) -> Server:
     """The server of a resolved run (`config`, `env`), with what its journal holds."""
     config: Config = run.config
+    curve = load_keys(config.replay.keys, "server")
     journal = (
         Journal(Path(config.run_dir or ".") / "replay", partial(make_buffer, run)) if config.replay.journal else None
     )
@@ -152,7 +161,7 @@ def open_server(run: Any, *, bind: str) -> Server:
         rewind=(lambda step: journal.rewind(step=step)) if journal else partial(make_buffer_at, run),
         forget=journal.forget if journal else lambda step, buffer: None,
     )
-    return Server(service, bind=bind, journal=journal, keep_steps=config.checkpoint.every > 0)
+    return Server(service, bind=bind, journal=journal, keep_steps=config.checkpoint.every > 0, curve=curve)
 
 
 def make_buffer_at(run: Any, step: int) -> Buffer:
@@ -208,7 +217,8 @@ def _check_bind(bind: str) -> None:
     if not is_loopback(bind):
         raise ValueError(
             f"replay.bind {bind} can be reached from other machines and there are no keys: make them with "
-            "`asyncrl keys new DIR`, copy DIR to every machine of the run and set replay.keys to it"
+            "`asyncrl keys new FOLDER`, set replay.keys to it, and give every other host a folder of its own "
+            "(`asyncrl keys add FOLDER OTHER`)"
         )
 
 

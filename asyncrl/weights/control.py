@@ -9,25 +9,16 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from typing import Protocol
 
 import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from asyncrl.replay.keys import CurveKeys, Gate, secure_server
 from asyncrl.weights.members import Gone
 from asyncrl.weights.messages import ToGenerator, ToTrainer, decode_to_trainer, encode
 
 log = logging.getLogger(__name__)
-
-
-class CurveKeys(Protocol):
-    """CURVE keys of one end, Z85-encoded (40 bytes each), as `zmq.curve_keypair()` makes them."""
-
-    public: bytes
-    secret: bytes
-    server: bytes
-    """The server's public key."""
 
 
 class Crashed(msgspec.Struct, frozen=True):
@@ -46,12 +37,13 @@ class Control:
         if not is_loopback(bind) and curve is None:
             raise ValueError(
                 f"weights.bind is {bind}, which other machines can reach: that needs CURVE keys "
-                "(zmq.curve_keypair() makes them), or bind to 127.0.0.1"
+                "(`asyncrl keys new FOLDER`, replay.keys FOLDER), or bind to 127.0.0.1"
             )
         self._context = zmq.Context()
         self._events: queue.SimpleQueue[tuple[str, ToTrainer | Gone | Crashed]] = queue.SimpleQueue()
         self._outbox = self._context.socket(zmq.PAIR)
         self._outbox.bind("inproc://outbox")
+        self._gate = Gate(self._context, curve) if curve is not None else None
         router = _router(self._context, timeout_s, curve)
         router.bind(bind)
         self.address = router.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -78,6 +70,8 @@ class Control:
         self._outbox.send(b"")
         self._thread.join(5.0)
         self._outbox.close(0)
+        if self._gate is not None:
+            self._gate.close()
         self._context.destroy(0)
 
     def _run(self, router: zmq.Socket) -> None:
@@ -169,5 +163,5 @@ def _router(context: zmq.Context, timeout_s: float, curve: CurveKeys | None) -> 
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)
     router.setsockopt(zmq.MAXMSGSIZE, 16 << 20)
     if curve is not None:
-        router.curve_server, router.curve_secretkey, router.curve_publickey = True, curve.secret, curve.public
+        secure_server(router, curve)
     return router

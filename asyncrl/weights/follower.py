@@ -16,7 +16,8 @@ import zmq.asyncio
 
 from asyncrl.config import WeightsConfig
 from asyncrl.generation.engine import Engine, EngineDead
-from asyncrl.weights.control import CurveKeys, heartbeat
+from asyncrl.replay.keys import CurveKeys, secure_client
+from asyncrl.weights.control import heartbeat
 from asyncrl.weights.messages import (
     Commit,
     Committed,
@@ -205,10 +206,6 @@ def _dealer(
     socket.setsockopt(zmq.ROUTING_ID, name.encode())
     socket.setsockopt(zmq.SNDHWM, 16)
     if curve is not None:
-        socket.curve_serverkey, socket.curve_secretkey, socket.curve_publickey = (
-            curve.server,
-            curve.secret,
-            curve.public,
-        )
+        secure_client(socket, curve)
     socket.connect(address)
     return socket

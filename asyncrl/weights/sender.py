@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from asyncrl.config import WeightsConfig
+from asyncrl.replay.keys import CurveKeys
 from asyncrl.weights.checksums import checksum
-from asyncrl.weights.control import Control, CurveKeys
+from asyncrl.weights.control import Control
 from asyncrl.weights.gather import Gatherer, Tensors, agree, compare_plans, describe
 from asyncrl.weights.messages import PlanSpec, SyncReport
 from asyncrl.weights.plan import Bucket, buckets, make_plan, total_bytes

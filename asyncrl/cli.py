@@ -118,6 +118,22 @@ def status(args: Arguments) -> int:
     return 0
 
 
+def keys(args: Arguments) -> int:
+    """Make CURVE keys for runs on several hosts."""
+    from asyncrl.replay.keys import add_client, new_keys
+
+    match args.names:
+        case ["new", folder]:
+            new_keys(Path(folder))
+            print(f"made {folder}: set replay.keys to it; `asyncrl keys add {folder} OTHER` makes one for another host")
+        case ["add", folder, other]:
+            add_client(Path(folder), Path(other))
+            print(f"made {other}: copy it to the other host, and set replay.keys to it there")
+        case _:
+            raise ValueError("usage: asyncrl keys new FOLDER, or asyncrl keys add FOLDER OTHER")
+    return 0
+
+
 def doctor(args: Arguments) -> int:
     """What this machine offers and lacks."""
     from asyncrl.doctor import report
@@ -132,6 +148,7 @@ COMMANDS: dict[str, Callable[[Arguments], int]] = {
     "envs": envs,
     "plot": plot,
     "status": status,
+    "keys": keys,
     "doctor": doctor,
 }
 

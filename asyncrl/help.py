@@ -29,6 +29,7 @@ GENERAL = """asyncrl: asynchronous off-policy reinforcement learning for languag
   asyncrl envs [NAME | check NAME]          environments, or one of them; check plays its own answers against it
   asyncrl plot RUN                          draw reward, staleness, ledger, idle time and a timeline as PNGs
   asyncrl status RUN                        who waits for whom, right now
+  asyncrl keys new FOLDER                   CURVE keys, for runs on several hosts
   asyncrl doctor                            what this machine offers and lacks
 
 A run folder (runs/<name> by default) holds config.yaml, metrics.jsonl, samples.jsonl, logs/, checkpoints/ and model/.

@@ -69,8 +69,9 @@ class Poller:
     def _serve(self) -> None:
         """Consumes: reports. Waits for: the next second. Unblocked by: finish() and close(). Produces: status.json."""
         from asyncrl.replay.client import ReplayClient
+        from asyncrl.replay.keys import load_keys
 
-        client = ReplayClient(self._address, role="launcher")
+        client = ReplayClient(self._address, role="launcher", curve=load_keys(self._curve_dir, "client"))
         try:
             while True:
                 last = self._closed.is_set()

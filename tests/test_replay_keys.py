@@ -13,6 +13,7 @@ import pytest
 import zmq
 from replay_helpers import make_run, serving
 
+from asyncrl.cli import main
 from asyncrl.replay import client as client_module
 from asyncrl.replay import keys, server
 from asyncrl.replay.client import ReplayClient
@@ -153,3 +154,13 @@ def test_keys_are_not_overwritten_and_missing_ones_are_named(tmp_path: Path, fol
     keys.add_client(folder, tmp_path / "host2")
     assert not (tmp_path / "host2" / "server.key").exists()
     assert keys.load_keys(None, "client") is None
+
+
+def test_command_makes_keys_and_a_folder_for_another_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", "new", str(tmp_path / "keys")]) == 0
+    assert main(["keys", "add", str(tmp_path / "keys"), str(tmp_path / "host2")]) == 0
+    loaded = keys.load_keys(tmp_path / "host2", "client")
+    assert loaded is not None
+    assert loaded.public in keys.allowed_keys(tmp_path / "keys" / "allowed")
+    assert loaded.secret.decode() not in capsys.readouterr().out
+    assert main(["keys", "old"]) == 2

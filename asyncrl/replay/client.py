@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from math import inf, nan
 from secrets import token_hex
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import zmq
@@ -215,7 +215,7 @@ class ReplayClient:
         return True
 
     def _receive(self) -> tuple[wire.ReplyEnvelope | None, list[wire.Frame]]:
-        header, *payload = self._socket.recv_multipart(copy=False)
+        header, *payload = cast(list[wire.Frame], self._socket.recv_multipart(copy=False))
         try:
             return wire.unpack_reply(header), payload
         except ValueError:  # damaged on the way: asking again brings it once more

@@ -46,7 +46,7 @@ class Ledger(msgspec.Struct, kw_only=True):
         groups = self.groups.entries(buffered=buffered, in_flight=in_flight)
         tokens = self.tokens.entries(buffered=tokens_buffered, in_flight=0)
         return (
-            {f"ledger/{k}": v for k, v in groups.items()}
+            {f"ledger/{k}": float(v) for k, v in groups.items()}
             | {f"ledger_tokens/{k}": v for k, v in tokens.items()}
             | {f"dropped/{k}": v for k, v in self.groups.dropped.items()}
         )
@@ -78,6 +78,6 @@ def refuse_endless(rejected: Counter[str], limit: int) -> None:
     reasons = ", ".join(f"{n} {r}" for r, n in rejected.most_common())
     raise EndlessRejection(
         f"{rejected.total()} leases in a row ended without a group to train on ({reasons}). `filtered`: all siblings "
-        "have the same reward, so the task is too hard or too easy for this model. Other reasons: failures of rollouts or "
-        "rewards. replay.max_filtered sets how many batches' worth is too many"
+        "have the same reward, so the task is too hard or too easy for this model. Other reasons: failures of rollouts "
+        "or rewards. replay.max_filtered sets how many batches' worth is too many"
     )

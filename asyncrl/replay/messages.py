@@ -14,7 +14,7 @@ import msgspec
 from asyncrl.types import Prompt
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class _Message(msgspec.Struct, kw_only=True, tag=True):
     """Base: keyword-only, tagged with its class name."""
 
 

@@ -19,9 +19,14 @@ class Candidate(Protocol):
 
     position: int
     """Place in line: the order in which prompts were first leased."""
-    oldest_version: int
-    priority: float
-    """Mean |reward - mean reward| of the siblings: |advantage| before any algorithm scales it."""
+
+    @property
+    def oldest_version(self) -> int: ...
+
+    @property
+    def priority(self) -> float:
+        """Mean |reward - mean reward| of the siblings: |advantage| before any algorithm scales it."""
+        ...
 
 
 Sampler = Callable[[Candidate, int], float]

@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 import zmq
@@ -93,7 +93,7 @@ class Server:
                     identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 except zmq.Again:
                     break
-                self.service.handle(identity.bytes, frames, now)
+                self.service.handle(identity.bytes, cast(list[wire.Frame], frames), now)
             self.service.settle(now)
             self.service.tick(now)
         finally:

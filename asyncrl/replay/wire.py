@@ -197,7 +197,7 @@ def _check_aligned(episode: Episode, prompt_id: int) -> None:
 
 def _join(arrays: list[np.ndarray], dtype: np.dtype) -> memoryview:
     joined = np.concatenate([np.asarray(a) for a in arrays]).astype(dtype, copy=False)
-    return memoryview(np.ascontiguousarray(joined)).cast("B") if joined.size else memoryview(b"")
+    return memoryview(np.ascontiguousarray(joined).view(np.uint8).data) if joined.size else memoryview(b"")
 
 
 def _cut(whole: Any, lengths: list[int]) -> list[Any]:

@@ -16,6 +16,7 @@ import torch
 from asyncrl.chat import Chat
 from asyncrl.metrics import write_progress
 from asyncrl.models import load_tokenizer
+from asyncrl.replay.keys import load_keys
 from asyncrl.settings import Run
 from asyncrl.training.batch import Sequences
 from asyncrl.training.checkpoint import Checkpointer, Position
@@ -88,7 +89,11 @@ class Member:
         if newest is not None:
             self.start = self.checkpoints.load(newest, self.policy, self.learner.optimizer)
         self.sender = WeightSender(
-            tensors=self._tensors, rank=ranks.rank, config=config.weights, device=ranks.device, curve=None
+            tensors=self._tensors,
+            rank=ranks.rank,
+            config=config.weights,
+            device=ranks.device,
+            curve=load_keys(config.replay.keys, "server") if ranks.is_first else None,
         )
 
     def follow(self) -> None:

@@ -11,6 +11,7 @@ import signal
 from types import FrameType
 
 from asyncrl.replay.client import ReplayClient
+from asyncrl.replay.keys import load_keys
 from asyncrl.settings import Run
 from asyncrl.training.director import Director
 from asyncrl.training.member import Member
@@ -31,8 +32,12 @@ def main(run: Run, address: str) -> None:
     )
     member = Member(run, ranks)
     if ranks.is_first:
+        curve = load_keys(run.config.replay.keys, "client")
         director = Director(
-            run, member, connect=lambda: ReplayClient(address, role="trainer"), interrupted=lambda: stop.asked
+            run,
+            member,
+            connect=lambda: ReplayClient(address, role="trainer", curve=curve),
+            interrupted=lambda: stop.asked,
         )
         director.conduct()
     else:

@@ -14,14 +14,14 @@ from asyncrl.algorithm import Algorithm
 from asyncrl.losses.aggregation import Aggregation
 from asyncrl.losses.tokens import Loss, Tokens
 
-Weighting = Literal["one", "ratio", "floored", "taper", "sequence"]
+Weighting = Literal["one", "ratio", "floored", "taper", "sequence", "probability", "aging probability", "drift"]
 
 
 class Candidate(Algorithm):
     """L = -[weight * mask] A logp, with a weight and a mask by the sign of A."""
 
     positive: Weighting = "one"
-    """Weight where A > 0: 1, min(w, cap), w in [1, cap], min(w, 1), or min(response's W, 1)."""
+    """Weight where A > 0; see `weight`."""
     negative: Weighting = "taper"
     """Weight where A <= 0."""
     cap: float = 5.0
@@ -29,7 +29,11 @@ class Candidate(Algorithm):
     negative_scale: float = 1.0
     """Negatives times this."""
     negative_age: float = 0.0
-    """Negatives divided by 1 + this * lag."""
+    """Negatives divided by 1 + this * lag; for `drift`, how much faster older ones fall off."""
+    half_life: float = float("inf")
+    """Negatives halved every this many versions."""
+    oldest: float = float("inf")
+    """Negatives older than this train nothing."""
     up: float = 2.0
     """A > 0 is masked once the probability rose by more than this."""
     down: float = 2.0
@@ -44,27 +48,48 @@ class Candidate(Algorithm):
         """The composed objective."""
         t, positive_T = tokens, tokens.advantages_T > 0
         w_T = t.log_ratio_T.detach().exp()
-        fade_T = self.negative_scale / (1.0 + self.negative_age * t.lags_T)
-        weight_T = self._weight(self.positive, w_T, t).where(positive_T, self._weight(self.negative, w_T, t) * fade_T)
+        negative_T = weight(self.negative, t, self) * self._fade(t.lags_T)
+        weight_T = weight(self.positive, t, self).where(positive_T, negative_T)
         moved_T = t.logprobs_T.detach().exp() - t.anchor_T.exp()
         up_T = positive_T & ((moved_T > self.up) | (w_T > self.high))
         down_T = ~positive_T & ((moved_T < -self.down) | (w_T < self.low))
         loss_T = -weight_T.masked_fill(up_T | down_T, 0.0) * t.advantages_T * t.logprobs_T
         return loss_T, {"clip/high": up_T.to(w_T.dtype), "clip/low": down_T.to(w_T.dtype)}
 
-    def _weight(self, name: Weighting, w_T: Tensor, t: Tokens) -> Tensor:
-        if name == "one":
-            return w_T.new_ones(w_T.shape)
-        if name == "ratio":
-            return w_T.clamp(max=self.cap)
-        if name == "floored":
-            return w_T.clamp(1.0, self.cap)
-        if name == "taper":
-            return w_T.clamp(max=1.0)
-        return t.spread(t.sum_B(t.log_ratio_T.detach()).clamp(-20.0, 0.0).exp())
+    def _fade(self, lags_T: Tensor) -> Tensor:
+        """What age leaves of a negative."""
+        slow = 0.0 if self.negative == "drift" else self.negative_age
+        kept_T = (lags_T <= self.oldest) * self.negative_scale / (1.0 + slow * lags_T)
+        return kept_T * 0.5 ** (lags_T / self.half_life)
 
 
-CANDIDATES: dict[str, Algorithm] = {
+def weight(name: Weighting, t: Tokens, c: Candidate) -> Tensor:
+    """(T,): 1, min(w, cap), w in [1, cap], min(w, 1), min(W, 1) of the response, p, p^(lag / (lag + 1)), or
+    e^-((1 + negative_age * lag) |log w|)."""
+    log_w_T, logp_T = t.log_ratio_T.detach(), t.logprobs_T.detach()
+    return {
+        "one": lambda: log_w_T.new_ones(log_w_T.shape),
+        "ratio": lambda: log_w_T.exp().clamp(max=c.cap),
+        "floored": lambda: log_w_T.exp().clamp(1.0, c.cap),
+        "taper": lambda: log_w_T.clamp(max=0.0).exp(),
+        "sequence": lambda: t.spread(t.sum_B(log_w_T).clamp(-20.0, 0.0).exp()),
+        "probability": lambda: logp_T.exp(),
+        "aging probability": lambda: (logp_T * t.lags_T / (1.0 + t.lags_T)).exp(),
+        "drift": lambda: (-(1.0 + c.negative_age * t.lags_T) * log_w_T.abs()).exp(),
+    }[name]()
+
+
+class Faded(Algorithm):
+    """Any objective with its negatives divided by 1 + lag."""
+
+    def surrogate(self, tokens: Tokens) -> Loss:
+        """The objective that the keys name, faded."""
+        loss_T, metrics = super().surrogate(tokens)
+        faded_T = (loss_T / (1.0 + tokens.lags_T)).where(tokens.advantages_T < 0, loss_T)
+        return faded_T, metrics
+
+
+FIRST_ROUND: dict[str, Algorithm] = {
     "one / one": Candidate(negative="one"),
     "one / ratio": Candidate(negative="ratio"),
     "one / taper": Candidate(),
@@ -96,3 +121,27 @@ CANDIDATES: dict[str, Algorithm] = {
     "delightful, eta 3": Algorithm(objective="delightful", eta=3.0),
     "delightful, group_mean": Algorithm(objective="delightful", advantage="group_mean"),
 }
+SECOND_ROUND: dict[str, Algorithm] = {
+    "one / one, faded 1": Candidate(negative="one", negative_age=1.0),
+    "one / one, faded 3": Candidate(negative="one", negative_age=3.0),
+    "one / one, half-life 1": Candidate(negative="one", half_life=1.0),
+    "one / one, half-life 4": Candidate(negative="one", half_life=4.0),
+    "one / one, fresh": Candidate(negative="one", oldest=0.0),
+    "one / one, at most 2": Candidate(negative="one", oldest=2.0),
+    "one / taper, faded 1": Candidate(negative_age=1.0),
+    "one / sequence, faded 1": Candidate(negative="sequence", negative_age=1.0),
+    "one / p": Candidate(negative="probability"),
+    "one / p^age": Candidate(negative="aging probability"),
+    "one / p, faded 1": Candidate(negative="probability", negative_age=1.0),
+    "one / drift": Candidate(negative="drift"),
+    "one / drift, aged .3": Candidate(negative="drift", negative_age=0.3),
+    "ratio / one, faded 1": Candidate(positive="ratio", negative="one", negative_age=1.0),
+    "floored / one, faded 1": Candidate(positive="floored", negative="one", negative_age=1.0),
+    "opsm, aged .1": Algorithm(objective="reinforce", correction="opsm", age_tightening=0.1),
+    "opsm, aged 1": Algorithm(objective="reinforce", correction="opsm", age_tightening=1.0),
+    "dapo, faded 1": Faded(),
+    "cispo, faded 1": Faded(objective="cispo"),
+    "m2po, faded 1": Faded(objective="m2po"),
+    "delightful, faded 1": Faded(objective="delightful"),
+}
+CANDIDATES = FIRST_ROUND | SECOND_ROUND

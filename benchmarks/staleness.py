@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from candidates import CANDIDATES
+from candidates import CANDIDATES, SECOND_ROUND
 from reversal import Cell, Stack, Task
 
 from asyncrl.algorithm import Algorithm
@@ -166,7 +166,7 @@ def last_line(rows: list[dict]) -> dict[str, dict[str, list[float]]]:
     """{algorithm: {D: final success by seed}}, exact reward, at the algorithm's best learning rate."""
     out: dict[str, dict[str, list[float]]] = {}
     reward = "exact" if any(r["reward"] == "exact" for r in rows) else "dense"
-    for algorithm in dict.fromkeys(r["algorithm"] for r in rows):
+    for algorithm in dict.fromkeys(r["algorithm"] for r in rows if r["reward"] == reward):
         chosen = _select(rows, algorithm=algorithm, reward=reward, lr=best_lr(rows, algorithm, reward))
         by_depth = out.setdefault(algorithm, {})
         for row in sorted(chosen, key=lambda r: (r["depth"], r["seed"])):
@@ -186,7 +186,7 @@ def draw(rows: list[dict], cells: list[Cell], curves: dict[str, np.ndarray], pat
     figure, axes = pyplot.subplots(1, len(depths), figsize=(4.2 * len(depths), 4.5), sharey=True, squeeze=False)
     colours = pyplot.get_cmap("tab20")
     for axis, depth in zip(axes[0], depths, strict=True):
-        for k, algorithm in enumerate(dict.fromkeys(c.algorithm for c in cells)):
+        for k, algorithm in enumerate(dict.fromkeys(c.algorithm for c in cells if c.reward == reward)):
             lr = best_lr(rows, algorithm, reward)
             key = (algorithm, reward, depth, lr)
             chosen = [i for i, c in enumerate(cells) if (c.algorithm, c.reward, c.depth, c.lr) == key]
@@ -217,7 +217,7 @@ def main() -> None:
     cells, curves, final = results
     rows = summarise(cells, curves, final)
     for reward in dict.fromkeys(c.reward for c in cells):
-        print(table(rows, reward), end="\n\n")
+        print(table([r for r in rows if r["reward"] == reward], reward), end="\n\n")
     if options.out:
         draw(rows, cells, curves, options.out / "staleness.png")
     print(json.dumps(last_line(rows)))
@@ -236,11 +236,11 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="four algorithms, D 0 and 16, two seeds, one rate")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, help="folder for results.json, curves.npz and staleness.png")
+    parser.add_argument("--out", type=Path, help="folder for results.jsonl, curves.npz and staleness.png")
     parser.add_argument(
         "--algorithms", nargs="+", choices=[*CONTENDERS, *CANDIDATES], metavar="NAME", help="default: all"
     )
-    parser.add_argument("--candidates", action="store_true", help="the variants of candidates.py instead")
+    parser.add_argument("--candidates", action="store_true", help="the variants of candidates.py's last round instead")
     parser.add_argument("--rewards", nargs="+", choices=["exact", "dense"], default=["exact", "dense"])
     parser.add_argument("--depths", nargs="+", type=int, default=[0, 1, 4, 16, 48])
     parser.add_argument("--lrs", nargs="+", type=float, default=[1e-3, 2e-3, 4e-3])
@@ -257,7 +257,7 @@ def parse() -> argparse.Namespace:
         options.rewards, options.depths, options.lrs = ["exact"], [0, 16], [2e-3]
         options.seeds, options.steps, options.prompts = 2, 120, 16
     options.task = Task(symbols=options.symbols, length=options.length, prompts=options.prompts)
-    options.algorithms = options.algorithms or list(CANDIDATES if options.candidates else CONTENDERS)
+    options.algorithms = options.algorithms or list(SECOND_ROUND if options.candidates else CONTENDERS)
     return options
 
 

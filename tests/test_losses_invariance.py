@@ -1,4 +1,4 @@
-"""What must hold for every loss: the on-policy gradient, any cut and order of the batch, extremes, and no ages unread."""
+"""What must hold for every loss: the gradient on fresh data, any cut and order of the batch, extremes, denominators."""
 
 import numpy as np
 import pytest

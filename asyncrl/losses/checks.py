@@ -190,6 +190,11 @@ def _anchor(algo: Algorithm, minibatches: int) -> Iterator[str]:
         return
     if algo.objective in WITHOUT_RATIO and not writes_own_objective(algo):
         yield f"algo.anchor {algo.anchor!r}: objective {algo.objective!r} has no ratio; leave the anchor at behaviour"
+    elif algo.anchor == "proximal" and algo.objective == "m2po" and not writes_own_objective(algo):
+        yield (
+            "objective 'm2po' reads its range off the ratio at the start of the batch, which on anchor 'proximal' is 1 "
+            "for every token, so nothing is ever clipped: choose --algo.anchor behaviour"
+        )
     elif algo.anchor == "proximal" and minibatches < 2:
         yield (
             "anchor 'proximal' with one optimiser step per batch: theta equals prox, the ratio is 1 and the clip never "

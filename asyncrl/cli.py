@@ -15,7 +15,7 @@ from asyncrl import help as pages
 from asyncrl.arguments import Arguments, parse
 from asyncrl.keys import nearest
 
-ROLES = ("replay", "generator", "trainer")
+ROLES = ("replay", "generator", "trainer", "sft")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,6 +55,23 @@ def train(args: Arguments) -> int:
     from asyncrl.launch import launch
 
     return launch(run)
+
+
+def sft(args: Arguments) -> int:
+    """Supervised training on the environment's demonstrations, without a replay server or generators."""
+    if "help" in args.flags:
+        return _help("sft", args)
+    from asyncrl.settings import check, dump
+
+    _no_names(args)
+    run = _resolved(args)
+    check(run)
+    if "dry_run" in args.flags:
+        print(dump(run), end="")
+        return 0
+    from asyncrl.launch import launch
+
+    return launch(run, ranks="sft")
 
 
 def algos(args: Arguments) -> int:
@@ -144,6 +161,7 @@ def doctor(args: Arguments) -> int:
 
 COMMANDS: dict[str, Callable[[Arguments], int]] = {
     "train": train,
+    "sft": sft,
     "algos": algos,
     "envs": envs,
     "plot": plot,

@@ -132,6 +132,8 @@ def figures(row: Row, status: Row, max_lag: int | None, capacity: int | None) ->
     """Name and text of each line of the panel, for what is known so far."""
     ledger = status.get("ledger", {})
     lines = []
+    if "sft/loss" in row and row["step"]:
+        lines.append(("loss", _number(row["sft/loss"], 3)))
     if "reward/mean" in row:
         lines.append(("reward", f"{_number(row['reward/mean'], 3)}"))
     if "staleness/mean" in row:
@@ -157,17 +159,21 @@ def waiting(status: Row, *, at_least_s: float) -> list[Row]:
 
 
 def plain_line(row: Row, steps: int) -> str:
-    """One step as one line."""
-    parts = [
-        f"step {row['step']}/{steps}",
-        f"reward {_number(row.get('reward/mean'), 3)}",
-        f"staleness {_number(row.get('staleness/mean'), 2)} (max {_number(row.get('staleness/max'), 0)})",
-        f"queue {_number(row.get('replay/buffered'), 0)}",
-        f"{_number(row.get('throughput/generated_tokens_per_s'), 0)} tokens/s",
-        f"idle trainer {_percent(row.get('idle/trainer'))} generators {_percent(row.get('idle/generator'))}",
-        f"{row['time/elapsed_s']:.0f} s",
-    ]
-    return "  ".join(parts)
+    """One step as one line, of what the row knows."""
+    known = {k: v for k, v in row.items() if v is not None}
+    parts = [f"step {row['step']}/{steps}"]
+    parts += [f"loss {known['sft/loss']:.3f}"] if "sft/loss" in known else []
+    parts += [f"reward {known['reward/mean']:.3f}"] if "reward/mean" in known else []
+    if "staleness/mean" in known:
+        parts.append(f"staleness {known['staleness/mean']:.2f} (max {_number(known.get('staleness/max'), 0)})")
+    parts += [f"queue {known['replay/buffered']:.0f}"] if "replay/buffered" in known else []
+    if "throughput/generated_tokens_per_s" in known:
+        parts.append(f"{known['throughput/generated_tokens_per_s']:,.0f} tokens/s")
+    if "idle/trainer" in known:
+        parts.append(
+            f"idle trainer {_percent(known['idle/trainer'])} generators {_percent(known.get('idle/generator'))}"
+        )
+    return "  ".join([*parts, f"{row['time/elapsed_s']:.0f} s"])
 
 
 def sparkline(values: list[float], width: int = 50) -> str:

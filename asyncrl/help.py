@@ -25,6 +25,7 @@ GENERAL = """asyncrl: asynchronous off-policy reinforcement learning for languag
 
   asyncrl train --algo dapo                 post-train a model: replay server, generators and trainer, supervised
   asyncrl train --help                      every key, with those of the chosen --algo and --env
+  asyncrl sft --model PATH                  supervised training on the environment's demonstrations
   asyncrl algos [NAME]                      algorithms, or one of them with its formula and keys
   asyncrl envs [NAME | check NAME]          environments, or one of them; check plays its own answers against it
   asyncrl plot RUN                          draw reward, staleness, ledger, idle time and a timeline as PNGs

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
+from typing import Literal
 
 import msgspec
 
@@ -33,6 +34,7 @@ from asyncrl.summary import summarise
 from asyncrl.supervise import Backoff, Child, Crew, Spec, clear_errors, first_error, obituary
 
 TICK_S = 0.1
+RanksRole = Literal["trainer", "sft"]
 
 
 class RunFailed(RuntimeError):
@@ -49,14 +51,17 @@ class Stop:
         self.count += 1
 
 
-def launch(run: Run) -> int:
-    """Run it to its end; returns the exit code. Raises ValueError for GPUs that are not there."""
+def launch(run: Run, *, ranks: RanksRole = "trainer") -> int:
+    """Run it to its end; returns the exit code. Raises ValueError for GPUs that are not there.
+
+    `ranks` sft: supervised training, which has neither a replay server nor generators.
+    """
     placement = place(find_gpus(), run.config.services)
     if placement.shared and run.config.weights.backend == "auto":
         run = _through_host_memory(run)
     _prepare(run)
     with _signals() as stop, Crew(run.dir) as crew, Console(run) as console, Poller(run.dir) as poller:
-        supervision = Supervision(run, crew, console, poller, stop, placement)
+        supervision = Supervision(run, crew, console, poller, stop, placement, ranks)
         try:
             code = supervision.run()
         except RunFailed as failure:
@@ -74,14 +79,21 @@ class Supervision:
     """One run, from the first process to the last."""
 
     def __init__(
-        self, run: Run, crew: Crew, console: Console, poller: Poller, stop: Stop, placement: Placement
+        self,
+        run: Run,
+        crew: Crew,
+        console: Console,
+        poller: Poller,
+        stop: Stop,
+        placement: Placement,
+        ranks: RanksRole,
     ) -> None:
         self.run_, self.crew, self.console, self.poller, self.stop = run, crew, console, poller, stop
         self.placement, self.limits = placement, run.config.supervise
         self.backoff = Backoff(self.limits.max_restarts)
         self.restarts: list[tuple[float, int]] = []
         """(when, generator index) of restarts that are due."""
-        self.address = ""
+        self.ranks, self.address = ranks, ""
         self.ranks_left = run.config.services.trainer.procs
         self.warned: dict[str, float] = {}
 
@@ -89,12 +101,14 @@ class Supervision:
         """Consumes: exits and signals. Waits for: the trainer's end. Produces: restarts, the display, an exit code."""
         for note in self.placement.notes:
             self.console.note(f"asyncrl: {note}")
-        self._start_server()
+        if self.ranks == "trainer":
+            self._start_server()
         with hold_port() as port:
             for rank in range(self.ranks_left):
                 self.crew.start(self._trainer(rank, port))
-            for index in range(self.run_.config.services.generator.num_replicas):
-                self.crew.start(self._generator(index))
+            if self.ranks == "trainer":
+                for index in range(self.run_.config.services.generator.num_replicas):
+                    self.crew.start(self._generator(index))
             self._phase("running")
             while self.ranks_left and not self.stop.count:
                 self._tick()
@@ -131,7 +145,7 @@ class Supervision:
         """Decide what each death means. A signal or an earlier error came first, so those are looked at first."""
         for child in sorted(dead, key=self._when_it_failed):
             code, role = child.process.returncode, child.spec.role
-            if role == "trainer" and code == 0:
+            if role == self.ranks and code == 0:
                 self.ranks_left -= 1
             elif role == "generator" and code == 0:
                 continue  # it was told that the run is finished
@@ -164,9 +178,9 @@ class Supervision:
         """Ctrl-C: a checkpoint from the trainer, then the end of everybody."""
         self._phase("stopping")
         self.console.note("asyncrl: stopping; the trainer writes a checkpoint (once more Ctrl-C: kill)")
-        self.crew.signal(signal.SIGTERM, "trainer")
+        self.crew.signal(signal.SIGTERM, self.ranks)
         deadline = time.monotonic() + self.limits.stop_timeout_s
-        while self.crew.alive("trainer") and self.stop.count < 2 and time.monotonic() < deadline:
+        while self.crew.alive(self.ranks) and self.stop.count < 2 and time.monotonic() < deadline:
             self.console.update(self.poller.status, phase=self.poller.phase)
             time.sleep(TICK_S)
         if self.stop.count < 2:
@@ -199,7 +213,7 @@ class Supervision:
     def _spec(self, role: str, index: int, **env: str) -> Spec:
         command = [sys.executable, "-m", "asyncrl", "train", "--role", role, "--index", str(index)]
         command += ["--run-dir", str(self.run_.dir)]
-        if role != "replay":
+        if self.address:
             command += ["--address", self.address]
         return Spec(role=role, index=index, command=tuple(command), env=env)
 
@@ -207,7 +221,7 @@ class Supervision:
         ranks = str(self.run_.config.services.trainer.procs)
         env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        return self._spec("trainer", rank, **env, **_threads(self.placement.trainer))
+        return self._spec(self.ranks, rank, **env, **_threads(self.placement.trainer))
 
     def _generator(self, index: int) -> Spec:
         return self._spec("generator", index, **_threads(self.placement.generators[index]))

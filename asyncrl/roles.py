@@ -46,7 +46,7 @@ def run_role(role: str, *, run_dir: str, index: int, address: str | None = None)
 
 
 def _run_role(role: str, *, run_dir: str, index: int, address: str | None) -> int:
-    index = int(os.environ.get("RANK", index)) if role == "trainer" else index
+    index = int(os.environ.get("RANK", index)) if role in ("trainer", "sft") else index
     die_with_parent()
     _set_title(f"asyncrl {role} {index} {run_dir}")
     faulthandler.enable()
@@ -88,6 +88,11 @@ def _start(role: str, run: Run, index: int, address: str | None) -> None:
         from asyncrl.replay.server import serve  # each role imports only its own room
 
         serve(run, _stop_event())
+        return
+    if role == "sft":
+        from asyncrl.training import supervised
+
+        supervised.main(run)
         return
     address = address or read_address(run.dir, timeout_s=run.config.supervise.start_timeout_s)
     if role == "generator":

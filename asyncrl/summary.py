@@ -29,6 +29,9 @@ def _what_happened(rows: list[dict[str, Any]]) -> str:
     rewards = [r["reward/mean"] for r in rows if r.get("reward/mean") is not None]
     if rewards:
         parts.append(f"reward {_mean(rewards[:ENDS]):.3f} -> {_mean(rewards[-ENDS:]):.3f}")
+    losses = [r["sft/loss"] for r in rows if r.get("sft/loss") is not None and r["step"]]
+    if losses:
+        parts.append(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     lags = [r["staleness/mean"] for r in rows if r.get("staleness/mean") is not None]
     if lags:
         worst = max(r["staleness/max"] for r in rows if r.get("staleness/max") is not None)

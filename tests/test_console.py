@@ -116,7 +116,8 @@ def test_without_a_terminal_there_are_plain_lines_and_the_last_step_is_one(run):
 
 
 def test_a_row_with_gaps_is_still_a_line():
-    assert plain_line({"step": 1, "time/elapsed_s": 1.0}, 3).startswith("step 1/3  reward -")
+    assert plain_line({"step": 1, "time/elapsed_s": 1.0, "reward/mean": None}, 3) == "step 1/3  1 s"
+    assert plain_line({"step": 1, "time/elapsed_s": 1.0, "sft/loss": 2.0}, 3) == "step 1/3  loss 2.000  1 s"
 
 
 def test_sparklines_rise_with_their_values():

@@ -31,12 +31,12 @@ SMALL = {
 class Launched:
     """`asyncrl train` as a user starts it, its output collected in a file."""
 
-    def __init__(self, run_dir: Path, argv: list[str]) -> None:
+    def __init__(self, run_dir: Path, argv: list[str], command: str = "train") -> None:
         self.dir, self.out = run_dir, run_dir.with_suffix(".out")
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         with open(self.out, "wb") as out:
-            command = [sys.executable, "-m", "asyncrl", "train", *argv, "--run-dir", str(run_dir)]
-            self.process = subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True)
+            words = [sys.executable, "-m", "asyncrl", command, *argv, "--run-dir", str(run_dir)]
+            self.process = subprocess.Popen(words, stdout=out, stderr=out, env=env, start_new_session=True)
 
     @property
     def text(self) -> str:
@@ -73,10 +73,10 @@ def launched(tmp_path):
     """Start runs; whatever a test does, none of their processes survives it."""
     started: list[Launched] = []
 
-    def start(name: str = "run", **changes: object) -> Launched:
+    def start(command: str = "train", **changes: object) -> Launched:
         keys = {**SMALL, **{k.replace("__", "."): v for k, v in changes.items()}}
         argv = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-        started.append(Launched(tmp_path / name, argv))
+        started.append(Launched(tmp_path / "run", argv, command))
         return started[-1]
 
     yield start
@@ -141,6 +141,11 @@ def test_ctrl_c_ends_with_a_checkpoint_and_the_run_can_be_continued(launched):
     assert list((run.dir / "checkpoints").glob("step-*")), run.text
     assert f"--resume {run.dir}" in run.text
     assert nobody_left(run)
+    done = read_rows(run.dir)[-1]["step"]
+    again = Launched(run.dir, ["--resume", str(run.dir), "--training.steps", str(done + 2)])
+    assert again.wait(90) == 0, again.text
+    assert [row["step"] for row in read_rows(run.dir) if row["step"]] == list(range(1, done + 3))
+    assert balances(run) == {0}
 
 
 def test_killing_the_launcher_with_9_leaves_nobody(launched):
@@ -167,4 +172,15 @@ def test_a_childs_traceback_reaches_the_terminal(launched, tmp_path):
     assert run.wait(60) == 1
     assert "ZeroDivisionError: only in a child" in run.text
     assert 'File "' in run.text
+    assert nobody_left(run)
+
+
+def test_supervised_training_is_a_run_of_ranks_alone(launched):
+    run = launched(command="sft", training__steps=4)
+    assert run.wait(90) == 0, run.text
+    losses = [row["sft/loss"] for row in read_rows(run.dir)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    assert (run.dir / "model" / "config.json").exists()
+    assert not (run.dir / "address.json").exists()
     assert nobody_left(run)

@@ -10,6 +10,7 @@ token_mean) or over responses' means (sequence_mean) is put together again exact
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -66,6 +67,7 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return _masked(values, mask).sum(dim) / mask.bool().sum(dim).clamp(min=1)
 
 
+@cache
 def module_algorithm(cls: type[nn.Module]) -> type[Algorithm]:
     """An algorithm whose loss is the module `cls`; the parameters of its `__init__` become the algorithm's keys.
 
@@ -121,7 +123,9 @@ def _init_fields(cls: type[nn.Module]) -> list[tuple[str, Any, Any]]:
     """The parameters of `__init__` as Struct fields; each needs a default, since an algorithm runs by name alone."""
     fields = []
     for p in list(inspect.signature(cls.__init__, eval_str=True).parameters.values())[1:]:
-        if p.default is p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):  # nn.Module's own __init__ has nothing else
+            continue
+        if p.default is p.empty:
             raise ValueError(
                 f"{cls.__name__}.__init__: parameter {p.name!r} needs a default to be a key of the algorithm"
             )

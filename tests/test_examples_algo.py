@@ -1,4 +1,4 @@
-"""The examples of docs/algorithms.md: an algorithm of one's own, and a loss module, by the doors a user comes through."""
+"""The examples of docs/algorithms.md, an algorithm and a loss module of one's own, by the doors that a user takes."""
 
 from pathlib import Path
 

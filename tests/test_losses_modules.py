@@ -164,5 +164,5 @@ def test_a_module_that_does_not_reduce_is_refused():
 
 
 def test_a_class_that_is_neither_is_refused():
-    with pytest.raises(ValueError, match="an Algorithm or an nn.Module class"):
+    with pytest.raises(ValueError, match=r"an Algorithm or an nn\.Module class"):
         as_algorithm(dict)

@@ -16,7 +16,7 @@ from asyncrl.config import Config
 from asyncrl.training.batch import Sequences, micro_batches
 from asyncrl.training.model import Policy, load_policy
 from asyncrl.training.ranks import Ranks, join_ranks, make_mesh
-from asyncrl.training.step import Learner
+from asyncrl.training.step import Learner, Reference
 from asyncrl.training.totals import Totals
 from asyncrl.types import Episode, Group, Prompt
 
@@ -103,9 +103,9 @@ def gradients(learner: Learner, sequences: Sequences) -> dict[str, torch.Tensor]
     return named
 
 
-def make_learner(algo: Algorithm, config: Config, ranks: Ranks) -> Learner:
+def make_learner(algo: Algorithm, config: Config, ranks: Ranks, *, reference: Reference | None = None) -> Learner:
     policy = load_policy(config, ranks, make_mesh(config.parallelism, ranks))
-    return Learner(policy=policy, algo=algo, config=config, ranks=ranks, reference=None)
+    return Learner(policy=policy, algo=algo, config=config, ranks=ranks, reference=reference)
 
 
 def free_port() -> int:

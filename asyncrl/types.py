@@ -30,6 +30,10 @@ NOT_SAMPLED = -1
 """The version of a token that no policy sampled (tool output, user turns)."""
 
 
+class EngineDead(RuntimeError):
+    """The engine can serve no further request; the generator process ends and is restarted."""
+
+
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """One task of an environment. `id` is its position in the environment's stream; it never repeats within a run."""
 

@@ -10,11 +10,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from asyncrl.types import Completion, SamplingParams
+from asyncrl.types import EngineDead as EngineDead
 from asyncrl.weights.messages import JoinSpec, PlanSpec
-
-
-class EngineDead(RuntimeError):
-    """The engine can serve no further request; the generator process ends and is restarted."""
 
 
 class Engine(Protocol):

@@ -10,13 +10,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 import zmq
 import zmq.asyncio
 
 from asyncrl.config import WeightsConfig
-from asyncrl.generation.engine import Engine, EngineDead
 from asyncrl.replay.keys import CurveKeys, secure_client
+from asyncrl.types import EngineDead
 from asyncrl.weights.control import heartbeat
 from asyncrl.weights.messages import (
     Commit,
@@ -36,6 +37,9 @@ from asyncrl.weights.messages import (
 )
 from asyncrl.weights.plan import buckets, digest
 from asyncrl.weights.wire import is_wire_failure
+
+if TYPE_CHECKING:
+    from asyncrl.generation.engine import Engine
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,121 @@
+"""The trainer's control socket alone: who is heard, who is refused, and how an end is noticed."""
+
+import dataclasses
+
+import msgspec
+import pytest
+import zmq
+
+from asyncrl.replay.keys import load_keys, new_keys, secure_client
+from asyncrl.weights.control import Control, is_loopback
+from asyncrl.weights.members import Gone, Members
+from asyncrl.weights.messages import SCHEMA, Discard, Hello, Ready, decode_to_generator, encode
+
+HELLO = Hello(index=1, incarnation="a", num_ranks=1, version=-1)
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def peers():
+    context = zmq.Context()
+    yield context
+    context.destroy(0)
+
+
+def dealer(context, address, name, keys=None):
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.ROUTING_ID, name.encode())
+    socket.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
+    socket.setsockopt(zmq.LINGER, 0)
+    if keys is not None:
+        secure_client(socket, keys)
+    socket.connect(address)
+    return socket
+
+
+@pytest.fixture
+def control():
+    made = Control("tcp://127.0.0.1:*", timeout_s=10.0)
+    yield made
+    made.close()
+
+
+def test_a_peer_is_heard_and_answered_and_its_end_is_noticed(control, peers):
+    socket = dealer(peers, control.address, "1-a")
+    socket.send_multipart(encode(HELLO))
+    assert control.next(WAIT_S) == ("1-a", HELLO)
+    control.send("1-a", Discard(version=3, reason="test"))
+    assert decode_to_generator(socket.recv_multipart()) == Discard(version=3, reason="test")
+    socket.close(0)
+    peer, event = control.next(WAIT_S)
+    assert (peer, type(event)) == ("1-a", Gone)
+
+
+def test_junk_is_refused_and_the_next_message_is_heard(control, peers):
+    socket = dealer(peers, control.address, "1-a")
+    for junk in ([b"x"], [SCHEMA, b"\xc1"], [b"asyncrl-weights-0", encode(HELLO)[1]], [b""] * 9):
+        socket.send_multipart(junk)
+    socket.send_multipart(encode(HELLO))
+    assert control.next(WAIT_S) == ("1-a", HELLO)
+
+
+def test_a_peer_that_is_not_there_is_gone(control):
+    control.send("nobody", Discard(version=0, reason="test"))
+    peer, event = control.next(WAIT_S)
+    assert (peer, type(event)) == ("nobody", Gone)
+
+
+def test_a_peer_that_came_back_under_its_name_is_not_taken_for_its_former_self(control, peers):
+    first = dealer(peers, control.address, "1-a")
+    first.send_multipart(encode(HELLO))
+    assert control.next(WAIT_S) == ("1-a", HELLO)
+    second = dealer(peers, control.address, "1-a")
+    second.send_multipart(encode(msgspec.structs.replace(HELLO, version=5)))
+    members = Members()
+    members.apply(*control.next(WAIT_S))
+    first.close(0)
+    second.send_multipart(encode(HELLO))
+    while (event := control.next(WAIT_S)) != ("1-a", HELLO):
+        members.apply(*event)
+    assert [m.version for m in members.behind(None)] == [5]
+
+
+def test_without_keys_only_this_machine_can_be_served():
+    assert is_loopback("tcp://127.0.0.1:*")
+    assert is_loopback("tcp://[::1]:5")
+    assert is_loopback("ipc:///tmp/x")
+    for address in ("tcp://0.0.0.0:*", "tcp://*:7000", "tcp://10.1.2.3:7000"):
+        with pytest.raises(ValueError, match="CURVE keys"):
+            Control(address, timeout_s=1.0)
+
+
+def test_with_keys_only_those_on_the_list_are_heard(peers, tmp_path):
+    new_keys(tmp_path / "ours")
+    new_keys(tmp_path / "theirs")
+    control = Control("tcp://127.0.0.1:*", timeout_s=10.0, curve=load_keys(tmp_path / "ours", "server"))
+    right, wrong = (load_keys(tmp_path / folder, "client") for folder in ("ours", "theirs"))
+    foreign = dataclasses.replace(wrong, server=right.server)  # knows our server, is not on its list
+    try:
+        keys = {"bare": None, "wrong": wrong, "foreign": foreign, "right": right}
+        sockets = [dealer(peers, control.address, name, key) for name, key in keys.items()]
+        for socket in sockets:
+            socket.send_multipart(encode(HELLO))
+        assert control.next(WAIT_S) == ("right", HELLO)
+        assert control.next(0.5) is None
+    finally:
+        control.close()
+
+
+def test_members_keep_what_each_answered_and_forget_the_gone():
+    members = Members()
+    ready = Ready(version=1, digest="d")
+    members.apply("1-a", HELLO)
+    members.apply("1-a", ready)
+    members.apply("2-b", ready)  # never said hello
+    assert members.replies == {"1-a": ready}
+    members.apply("1-a", msgspec.structs.replace(HELLO, version=1))
+    assert members.behind(1) == []
+    assert [m.index for m in members.behind(2)] == [1]
+    members.apply("1-a", Gone("connection lost"))
+    assert members.behind(2) == []
+    assert isinstance(members.replies["1-a"], Gone)

@@ -1,4 +1,4 @@
-"""Algorithms inside a real optimiser step on the tiny model: what of each token reaches the loss, and what lr 0 shows."""
+"""Algorithms inside a real optimiser step on the tiny model: what of each token reaches the loss, what lr 0 shows."""
 
 from typing import ClassVar
 
@@ -14,6 +14,7 @@ from asyncrl.algos.grpo import GRPO
 from asyncrl.algos.m2po import M2PO
 from asyncrl.losses.modules import ReinforceLoss
 from asyncrl.training.batch import prepare
+from asyncrl.training.reports import describe_groups
 
 torch.set_num_threads(1)
 VERSION, LAGS = 7, 4
@@ -55,6 +56,17 @@ def test_each_tokens_version_and_behaviour_reach_the_loss():
     )
     assert shown == wanted
     assert len({lag for lag, _ in shown}) == LAGS
+
+
+def test_tokens_without_a_log_probability_are_left_out_and_counted():
+    groups = random_groups(2, 4, version=VERSION)
+    episode = groups[0].episodes[0]
+    where = np.flatnonzero(episode.loss_mask)[:1]
+    episode.logprobs[where] = -np.inf
+    whole = sum(int(e.loss_mask.sum()) for g in groups for e in g.episodes)
+    _, sequences = prepared(DAPO(), config_for(), groups)
+    assert sequences.trained_N.sum() == whole - 1
+    assert describe_groups(groups)["tokens/not_finite"] == 1
 
 
 def test_advantages_follow_their_groups_into_the_loss_whatever_the_order_of_arrival():

@@ -30,6 +30,7 @@ def describe_groups(groups: Sequence[Group]) -> dict[str, float]:
     for episode in episodes:
         for name, value in episode.rewards.items():
             parts[name].append(value)
+    not_finite = sum(int((episode.loss_mask & ~np.isfinite(episode.logprobs)).sum()) for episode in episodes)
     uniform = [bool((group.rewards_G == group.rewards_G[0]).all()) for group in groups]
     return {
         "reward/mean": float(rewards.mean()),  # the server's, over filtered groups too, takes its place where it knows
@@ -43,6 +44,7 @@ def describe_groups(groups: Sequence[Group]) -> dict[str, float]:
         "length/max": float(lengths.max()),
         "length/truncated": float(np.mean([episode.finish_reason == "length" for episode in episodes])),
         "bias/trained_length": float(lengths.mean()),
+        "tokens/not_finite": float(not_finite),  # sampled with a log-probability that is no number: never trained
     }
 
 

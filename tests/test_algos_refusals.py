@@ -132,6 +132,20 @@ def test_a_class_with_its_own_loss_refuses_the_keys_of_stages_it_replaces():
         assert "OwnLoss defines a loss of its own" in problems(OwnLoss(**keys))[-1]
 
 
+class OwnKeys(Algorithm):
+    clip_high: float = 0.3
+    beta: float = 0.0
+
+    def loss(self, logprobs_T, batch):
+        return -batch.advantages_T * logprobs_T * (1 + self.clip_high), {}
+
+
+def test_a_class_with_its_own_loss_may_declare_keys_of_the_same_names():
+    assert problems(OwnKeys(clip_high=0.5, beta=0.1)) == []
+    assert checks.used_keys(OwnKeys(clip_high=0.5)) == {"clip_high": 0.5}
+    assert "not by OwnKeys" in problems(OwnKeys(clip_low=0.5))[0]
+
+
 def test_a_class_with_its_own_advantages_may_have_groups_of_one():
     assert problems(OwnAdvantages(n_samples=1)) == []
 

@@ -1,5 +1,6 @@
 """The examples of docs/algorithms.md, an algorithm and a loss module of one's own, by the doors that a user takes."""
 
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +78,19 @@ def test_a_module_refuses_keys_that_it_does_not_use(capsys):
     code = main(["train", "--algo", f"{LOSS}:CappedRatioLoss", "--algo.clip-high", "0.3", "--dry-run"])
     assert code == 2
     assert "clip_high" in capsys.readouterr().err
+
+
+def commands() -> list[str]:
+    """Every command line that docs/algorithms.md shows."""
+    text = (EXAMPLES.parent / "docs" / "algorithms.md").read_text()
+    return [line for line in text.splitlines() if line.startswith("asyncrl ")]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_of_the_page_are_accepted(command, capsys, monkeypatch):
+    monkeypatch.chdir(EXAMPLES.parent)
+    argv = shlex.split(command)[1:]
+    assert main([*argv, "--dry-run"] if argv[0] == "train" else argv) == 0, capsys.readouterr().err
 
 
 @pytest.mark.slow

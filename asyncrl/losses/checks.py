@@ -5,6 +5,7 @@ Called by `Algorithm.check` at start-up, through `settings.check`. Pure: reads k
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -88,6 +89,8 @@ def used_keys(algo: Algorithm) -> dict[str, Any]:
         used |= stage_keys(OBJECTIVES[algo.objective])
     if not writes_own_loss(algo) and algo.correction != "none":
         used |= stage_keys(CORRECTIONS[algo.correction])
+    if writes_own_loss(algo) or writes_own_objective(algo):
+        used |= {key: None for key in all_stage_keys() if key in _declared(algo)}
     return {key: value if getattr(algo, key) is None else getattr(algo, key) for key, value in used.items()}
 
 
@@ -104,6 +107,11 @@ def _overrides(algo: Algorithm, method: str) -> bool:
     from asyncrl.algorithm import Algorithm as Base  # the class imports this module
 
     return getattr(type(algo), method) is not getattr(Base, method)
+
+
+def _declared(algo: Algorithm) -> frozenset[str]:
+    """Keys that a class of a user's declares itself, to use them in a loss of its own."""
+    return frozenset(inspect.get_annotations(type(algo)))
 
 
 @cache
@@ -123,7 +131,7 @@ def _unused(algo: Algorithm) -> Iterator[str]:
                 f"leave it out or choose a stage that uses it"
             )
     if writes_own_loss(algo):
-        changed = [k for k in LOSS_KEYS if getattr(algo, k) != default(algo, k)]
+        changed = [k for k in LOSS_KEYS if k not in _declared(algo) and getattr(algo, k) != default(algo, k)]
         for key in changed:
             yield f"algo.{key} has no effect: {type(algo).__name__} defines a loss of its own; leave it out"
         return

@@ -17,8 +17,11 @@ from asyncrl.weights.messages import JoinSpec, PlanSpec
 class Engine(Protocol):
     """One model that serves many requests. All methods run on one asyncio loop."""
 
-    version: int
-    """The policy version being served; -1 before the first weights arrived."""
+    @property
+    def version(self) -> int:
+        """The policy version being served; -1 before the first weights arrived."""
+        ...
+
     num_weight_ranks: int
     """Ranks this engine occupies in the weight group: one per process that holds weights."""
 

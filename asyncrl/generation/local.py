@@ -143,12 +143,11 @@ class LocalEngine:
 
     def activity(self) -> dict[str, float]:
         worker = self._worker
-        assert worker is not None, "start() comes first"
         return {
-            "tokens": worker.tokens,
+            "tokens": worker.tokens if worker else 0,
             "requests": self._requests,
-            "busy_s": worker.busy_s,
-            "pause_s": worker.pause_s,
+            "busy_s": worker.busy_s if worker else 0.0,
+            "pause_s": worker.pause_s if worker else 0.0,
         }
 
     async def close(self) -> None:

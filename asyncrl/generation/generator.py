@@ -1,0 +1,184 @@
+"""A generator: the process that samples. One asyncio loop runs the engine's front, the rollouts, the weight follower
+and the heartbeats; the first of them to fail ends the process with its traceback.
+
+Started by `asyncrl train --role generator`, here or on another machine; it needs the run folder's configuration and the
+replay server's address, nothing else. It holds no dataset state, so it can come and go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import signal
+from collections.abc import AsyncIterator, Callable
+from secrets import token_hex
+
+from asyncrl.chat import Chat
+from asyncrl.config import Config
+from asyncrl.generation.engine import Engine
+from asyncrl.generation.rewards import RewardPool
+from asyncrl.generation.rollout import RolloutLoop
+from asyncrl.models import load_tokenizer
+from asyncrl.replay.client import AsyncReplayClient
+from asyncrl.settings import Run
+from asyncrl.weights.follower import follow
+
+log = logging.getLogger(__name__)
+LEAVE_S = 2.0
+"""How long the last words to the replay server may take."""
+
+
+def main(run: Run, index: int, address: str) -> None:
+    """The process. Returns when the run is finished or on SIGTERM; raises the first failure."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    try:
+        asyncio.run(_until_terminated(run, index, address))
+    except BaseExceptionGroup as group:
+        raise _first(group) from None
+
+
+def _first(error: BaseException) -> BaseException:
+    """The failure itself, out of the groups that TaskGroups wrap it in."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+async def _until_terminated(run: Run, index: int, address: str) -> None:
+    serving = asyncio.ensure_future(serve(run, index, address))
+    terminated = False
+
+    def terminate() -> None:
+        nonlocal terminated
+        terminated = True
+        serving.cancel()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
+    try:
+        await serving
+    except asyncio.CancelledError:
+        if not terminated:
+            raise
+
+
+async def serve(run: Run, index: int, address: str) -> None:
+    """Consumes leases and weights until the run is finished; waits for either; is unblocked by the replay server and
+    the trainer; produces groups. Leases nothing before the first weights serve.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        client = await stack.enter_async_context(_client(index, address))
+        engine = make_engine(run, index)
+        stack.push_async_callback(engine.close)
+        helpers = await stack.enter_async_context(_helpers())
+        helpers(_heartbeats(client, engine, run.config.supervise.heartbeat_s))
+        rewards = _reward_pool(run.config)
+        stack.push_async_callback(rewards.close)
+        await asyncio.gather(engine.start(), rewards.start())
+        await _first_weights(run.config, client, engine, index, helpers)
+        await RolloutLoop(
+            engine=engine,
+            env=run.env,
+            algo=run.algo,
+            client=client,
+            chat=_chat(run.config),
+            config=run.config,
+            score=rewards.score,
+        ).run()
+
+
+@contextlib.asynccontextmanager
+async def _client(index: int, address: str) -> AsyncIterator[AsyncReplayClient]:
+    client = AsyncReplayClient(address, index=index)
+    try:
+        await client.hello()
+        yield client
+    finally:
+        with contextlib.suppress(TimeoutError, RuntimeError, ValueError):  # the leases expire by themselves, later
+            await asyncio.wait_for(client.leave(), LEAVE_S)
+        client.close()
+
+
+@contextlib.asynccontextmanager
+async def _helpers() -> AsyncIterator[Callable]:
+    """Endless tasks beside the rollouts: one that fails ends the block; all are cancelled at its end."""
+    async with asyncio.TaskGroup() as group:
+        started: list[asyncio.Task] = []
+        yield lambda coroutine: started.append(group.create_task(coroutine))
+        for task in started:
+            task.cancel()
+
+
+async def _heartbeats(client: AsyncReplayClient, engine: Engine, every_s: float) -> None:
+    """Tell the server each `every_s` what the engine has done; renews the leases."""
+    while True:
+        await client.heartbeat(engine.activity())
+        await asyncio.sleep(every_s)
+
+
+async def _first_weights(
+    config: Config, client: AsyncReplayClient, engine: Engine, index: int, helpers: Callable
+) -> None:
+    """Follow the trainer's sender, and wait until it has sent a first version. Raises TimeoutError."""
+    limit_s = config.supervise.stall_limit_s
+    served = asyncio.Event()
+    sender = await client.lookup("weights", limit_s)
+    helpers(
+        follow(
+            sender,
+            engine,
+            index=index,
+            incarnation=token_hex(8),
+            config=config.weights,
+            on_version=lambda _: served.set(),
+        )
+    )
+    try:
+        await asyncio.wait_for(served.wait(), limit_s)
+    except TimeoutError:
+        raise TimeoutError(f"the trainer at {sender} has sent no weights within {limit_s:.0f} s") from None
+
+
+def make_engine(run: Run, index: int) -> Engine:
+    """The engine that `generation.engine` names. Raises ValueError when it is not installed."""
+    if choose_engine(run.config.generation.engine) == "vllm":
+        from asyncrl.generation.vllm import VLLMEngine
+
+        return VLLMEngine(run, index)
+    from asyncrl.generation.local import LocalEngine
+
+    return LocalEngine.of_config(run.config)
+
+
+def choose_engine(name: str) -> str:
+    """`auto`: vLLM when it and a GPU are there, the local engine otherwise."""
+    if name == "local":
+        return "local"
+    installed = importlib.util.find_spec("vllm") is not None
+    if name == "vllm":
+        if not installed:
+            raise ValueError("generation.engine is vllm, which is not installed: pip install 'asyncrl[vllm]', or local")
+        return "vllm"
+    import torch
+
+    return "vllm" if installed and torch.cuda.is_available() else "local"
+
+
+def _reward_pool(config: Config) -> RewardPool:
+    assert config.run_dir is not None, "resolve() sets it"
+    return RewardPool(
+        config.run_dir,
+        num_workers=config.generation.reward_workers,
+        timeout_s=config.generation.reward_timeout_s,
+        start_timeout_s=config.supervise.start_timeout_s,
+    )
+
+
+def _chat(config: Config) -> Chat:
+    return Chat(
+        tokenizer=load_tokenizer(config.model.path),
+        template=config.model.chat_template,
+        system_prompt=config.model.system_prompt,
+        thinking=config.generation.thinking,
+    )

@@ -1,0 +1,144 @@
+"""The reward pool of a generator: environments score in processes of their own, and a clock runs beside them.
+
+Behind `generate.score`. A score that hangs is killed with its process, which is started again; one that raises, crashes
+or gives no finite number fails that one response. Nothing here knows what a reward means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from asyncrl.env import Score
+from asyncrl.generation.reward_worker import ANSWER, HEADER, Answer, Ready, Scored, Task, Unscored, frame, length
+from asyncrl.types import Prompt
+
+log = logging.getLogger(__name__)
+
+
+class RewardError(RuntimeError):
+    """The score raised, crashed its process, or gave something that is no reward."""
+
+
+class RewardTimeout(RuntimeError):
+    """The score took longer than `generation.reward_timeout_s`."""
+
+
+class RewardPool:
+    """`num_workers` processes that score one response each at a time."""
+
+    def __init__(self, run_dir: str | Path, *, num_workers: int, timeout_s: float, start_timeout_s: float) -> None:
+        self._run_dir, self._timeout_s, self._start_timeout_s = str(run_dir), timeout_s, start_timeout_s
+        self._num_workers = num_workers
+        self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
+        self._workers: set[_Worker] = set()
+        self._scoring: set[asyncio.Task[Score]] = set()
+
+    async def start(self) -> None:
+        """Start every worker. Raises RuntimeError when one cannot build the environment."""
+        self._workers = {_Worker(self._run_dir) for _ in range(self._num_workers)}
+        async with asyncio.TaskGroup() as tasks:
+            for worker in self._workers:
+                tasks.create_task(worker.start(self._start_timeout_s))
+        for worker in self._workers:
+            self._idle.put_nowait(worker)
+
+    async def score(self, text: str, prompt: Prompt) -> Score:
+        """`Env.score` of a response. Waits for an idle worker first, which the timeout does not count.
+
+        Raises RewardTimeout or RewardError.
+        """
+        worker = await self._idle.get()
+        # Shielded: a caller that is cancelled loses interest, but the worker's answer must not meet the next task.
+        scoring = asyncio.create_task(self._score(worker, Task(text=text, prompt=prompt)))
+        self._scoring.add(scoring)
+        scoring.add_done_callback(self._ended)
+        return await asyncio.shield(scoring)
+
+    def _ended(self, scoring: asyncio.Task[Score]) -> None:
+        self._scoring.discard(scoring)
+        if not scoring.cancelled():
+            scoring.exception()  # seen, also when nobody waits for it any more
+
+    async def _score(self, worker: _Worker, task: Task) -> Score:
+        who = f"the reward of prompt {task.prompt.id}"
+        try:
+            if not worker.alive:
+                await worker.start(self._start_timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                answer = await worker.ask(task)
+        except TimeoutError:
+            worker.kill()
+            raise RewardTimeout(f"{who} took longer than {self._timeout_s:g} s") from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise RewardError(f"{who} ended its process with code {await worker.wait()}") from None
+        finally:
+            self._idle.put_nowait(worker)
+        if isinstance(answer, Unscored):
+            raise RewardError(f"{who} failed: {answer.reason}")
+        assert isinstance(answer, Scored)
+        return answer.score
+
+    async def close(self) -> None:
+        """Kill the workers; scores that run are lost."""
+        for worker in self._workers:
+            worker.kill()
+        for worker in self._workers:
+            await worker.wait()
+
+
+class _Worker:
+    """One process and its two pipes."""
+
+    def __init__(self, run_dir: str) -> None:
+        self._run_dir = run_dir
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self, timeout_s: float) -> None:
+        """Start, or start again, and wait until its environment is built. Raises RuntimeError."""
+        await self.wait()
+        command = (sys.executable, "-m", "asyncrl.generation.reward_worker", self._run_dir)
+        pipe = asyncio.subprocess.PIPE
+        # A session of its own: what a score has started is killed together with it.
+        self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, start_new_session=True)
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._read()
+        except (TimeoutError, asyncio.IncompleteReadError) as error:
+            self.kill()
+            code = await self.wait()
+            raise RuntimeError(f"a reward worker did not start (exit code {code}): see this process's log") from error
+        assert isinstance(answer, Ready)
+
+    async def ask(self, task: Task) -> Answer:
+        """Raises IncompleteReadError or ConnectionError when the process ends instead of answering."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(frame(task))
+        await self._process.stdin.drain()
+        return await self._read()
+
+    async def _read(self) -> Answer:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        size = length(await self._process.stdout.readexactly(HEADER))
+        return ANSWER.decode(await self._process.stdout.readexactly(size))
+
+    def kill(self) -> None:
+        """Kill the process and what it has started, at once."""
+        if self._process is not None and self.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def wait(self) -> int | None:
+        """Wait for the end of the process, if there is one; its exit code."""
+        return None if self._process is None else await self._process.wait()

@@ -98,16 +98,17 @@ class _Worker:
     def __init__(self, run_dir: str) -> None:
         self._run_dir = run_dir
         self._process: asyncio.subprocess.Process | None = None
+        self._killed = False
 
     @property
     def alive(self) -> bool:
-        return self._process is not None and self._process.returncode is None
+        return self._process is not None and self._process.returncode is None and not self._killed
 
     async def start(self, timeout_s: float) -> None:
         """Start, or start again, and wait until its environment is built. Raises RuntimeError."""
         await self.wait()
         command = (sys.executable, "-m", "asyncrl.generation.reward_worker", self._run_dir)
-        pipe = asyncio.subprocess.PIPE
+        pipe, self._killed = asyncio.subprocess.PIPE, False
         # A session of its own: what a score has started is killed together with it.
         self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, start_new_session=True)
         try:
@@ -136,6 +137,7 @@ class _Worker:
     def kill(self) -> None:
         """Kill the process and what it has started, at once."""
         if self._process is not None and self.alive:
+            self._killed = True
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 

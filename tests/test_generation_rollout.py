@@ -1,0 +1,195 @@
+"""The rollout loop against a real replay server, a real engine and real reward workers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from generation_runs import make_run
+
+from asyncrl.chat import Chat
+from asyncrl.generation.engine import EngineDead
+from asyncrl.generation.generate import EngineGenerate, Limits, TooLong, hash64
+from asyncrl.generation.local import LocalEngine
+from asyncrl.generation.rewards import RewardPool
+from asyncrl.generation.rollout import RolloutLoop
+from asyncrl.models import build_model, load_tokenizer
+from asyncrl.replay import server
+from asyncrl.replay.client import AsyncReplayClient, ReplayClient
+from asyncrl.types import Group
+
+torch.set_num_threads(1)
+
+
+@contextmanager
+def serving(run):
+    """The run's replay server in a thread; yields its address."""
+    made = server.Server(server.make_service(run))
+    stop = threading.Event()
+    thread = threading.Thread(target=made.run, args=(stop,))
+    thread.start()
+    try:
+        yield made.address
+    finally:
+        stop.set()
+        thread.join(10)
+        made.close()
+
+
+def tiny_engine(**settings) -> LocalEngine:
+    return LocalEngine(lambda: build_model("tiny", dtype=torch.float32), max_length=256, **settings)
+
+
+def train(address: str, steps: int, batch_size: int, serve: Callable[[int], None]) -> tuple[list[list[Group]], dict]:
+    """A trainer that trains nothing: takes `steps` batches, serves a new version after each, then ends the run."""
+    client = ReplayClient(address, role="trainer")
+    client.publish(version=0, step=0)
+    batches = []
+    for step in range(1, steps + 1):
+        taken = client.take(step=step, num_groups=batch_size, version=step - 1, timeout_s=90)
+        batches.append(taken.groups)
+        serve(step)
+        client.publish(version=step, step=step)
+    client.finish("done")
+    client.close()
+    return batches, taken.metrics
+
+
+def run_loop(run, steps: int, *, engine: LocalEngine | None = None):
+    """Generate for a whole run in this process; returns the batches and the last metrics."""
+
+    async def go(address):
+        client = AsyncReplayClient(address)
+        serve, here = engine or tiny_engine(), asyncio.get_running_loop()
+        pool = RewardPool(run.dir, num_workers=1, timeout_s=run.config.generation.reward_timeout_s, start_timeout_s=60)
+        await asyncio.gather(serve.start(), pool.start(), client.hello())
+        loop = RolloutLoop(
+            engine=serve, env=run.env, algo=run.algo, client=client, chat=Chat(tokenizer=load_tokenizer("tiny")),
+            config=run.config, score=pool.score,
+        )  # fmt: skip
+
+        def new_version(version: int) -> None:
+            weights = build_model("tiny", dtype=torch.float32).named_parameters()
+            asyncio.run_coroutine_threadsafe(serve.load_weights(weights, version), here).result(60)
+
+        try:
+            trained = asyncio.to_thread(train, address, steps, run.config.training.batch_size, new_version)
+            return (await asyncio.gather(trained, loop.run()))[0]
+        finally:
+            await pool.close()
+            await serve.close()
+            client.close()
+
+    with serving(run) as address:
+        return asyncio.run(asyncio.wait_for(go(address), 120))
+
+
+def test_every_group_that_comes_out_is_whole_in_order_and_scored(tmp_path):
+    run = make_run(tmp_path, "good", "named", training__steps=4)
+    batches, metrics = run_loop(run, 4)
+    groups = [g for batch in batches for g in batch]
+    assert [g.prompt.id for g in groups] == list(range(8))
+    assert metrics["ledger/balance"] == 0
+    for group in groups:
+        assert len(group.episodes) == 2
+        for e in group.episodes:
+            assert load_tokenizer("tiny").decode(e.prompt_ids) == group.prompt.prompt
+            assert e.loss_mask.all()
+            assert 1 <= len(e.token_ids) <= 8
+            assert e.rewards == ({"half": 0.5, "quarter": 0.25} if group.prompt.metadata["kind"] == "named" else {})
+            assert e.reward == sum(e.rewards.values()) or not e.rewards
+
+
+FAILURES = {
+    "raise": "reward_error", "nan": "reward_error", "text": "reward_error", "none": "reward_error",
+    "crash": "reward_error", "hang": "reward_timeout", "long": "too_long", "explode": "rollout_error",
+    "slow": "rollout_timeout", "nothing": "rollout_error", "impatient": "rollout_error", "crooked": "rollout_error",
+    "object": "rollout_error",
+}  # fmt: skip
+
+
+def test_whatever_goes_wrong_in_a_rollout_is_a_drop_with_its_reason_and_the_run_goes_on(tmp_path):
+    run = make_run(
+        tmp_path, "good", *FAILURES, training__steps=1, training__seq_len=64, training__batch_size=2,
+        generation__reward_timeout_s=1.0, generation__rollout_timeout_s=6.0,
+    )  # fmt: skip
+    batches, metrics = run_loop(run, 1)
+    assert [g.prompt.id for g in batches[0]] == [0, len(FAILURES) + 1]
+    dropped = {name.removeprefix("dropped/"): n for name, n in metrics.items() if name.startswith("dropped/")}
+    counted = {reason: list(FAILURES.values()).count(reason) for reason in set(FAILURES.values())}
+    assert {reason: n for reason, n in dropped.items() if n} == counted
+    assert metrics["ledger/balance"] == 0
+    assert metrics["ledger_tokens/dropped"] > 0
+
+
+def test_a_group_that_the_algorithm_does_not_keep_is_dropped_as_filtered(tmp_path):
+    run = make_run(tmp_path, "good", algo__dynamic_sampling=True, training__steps=3)
+    batches, metrics = run_loop(run, 3)
+    assert all(np.ptp(g.rewards_G) > 0 for batch in batches for g in batch)
+    assert metrics["dropped/filtered"] > 0
+    assert metrics["bias/dropped_length"] > 0
+
+
+def test_what_is_sampled_does_not_depend_on_how_much_runs_at_once(tmp_path):
+    def outcome(folder, **overrides):
+        run = make_run(folder, "good", training__steps=6, **overrides)
+        batches, _ = run_loop(run, 6, engine=tiny_engine(max_concurrency=run.config.generation.max_concurrency))
+        return [
+            (g.prompt.id, e.token_ids.tolist(), e.logprobs.tobytes(), e.reward)
+            for batch in batches
+            for g in batch
+            for e in g.episodes
+        ]
+
+    narrow = outcome(tmp_path / "a", generation__max_concurrency=1, replay__target_lag=0)
+    assert narrow == outcome(tmp_path / "b", generation__max_concurrency=40, replay__target_lag=2)
+    assert len({tuple(tokens) for _, tokens, _, _ in narrow}) > 20
+
+
+def test_the_engines_death_is_not_data_but_the_end(tmp_path):
+    run = make_run(tmp_path, "good", training__steps=3)
+    engine = tiny_engine()
+
+    async def go(address):
+        client = AsyncReplayClient(address)
+        pool = RewardPool(run.dir, num_workers=1, timeout_s=9, start_timeout_s=60)
+        trainer = ReplayClient(address, role="trainer")
+        trainer.publish(version=0, step=0)
+        await asyncio.gather(engine.start(), pool.start(), client.hello())
+        broken = [(n, p.detach() * torch.nan) for n, p in build_model("tiny", dtype=torch.float32).named_parameters()]
+        await engine.load_weights(broken, 1)
+        loop = RolloutLoop(
+            engine=engine, env=run.env, algo=run.algo, client=client, chat=Chat(tokenizer=load_tokenizer("tiny")),
+            config=run.config, score=pool.score,
+        )  # fmt: skip
+        try:
+            with pytest.raises(ExceptionGroup) as caught:
+                await loop.run()
+            assert caught.value.subgroup(EngineDead)
+        finally:
+            await pool.close()
+            await engine.close()
+            client.close()
+            trainer.close()
+
+    with serving(run) as address:
+        asyncio.run(asyncio.wait_for(go(address), 60))
+
+
+def test_a_prompt_that_leaves_no_room_for_the_response_is_too_long():
+    generate = EngineGenerate(
+        engine=tiny_engine(), chat=Chat(tokenizer=load_tokenizer("tiny")), seed=(0,), scorer=None,
+        limits=Limits(max_tokens=10, seq_len=20, temperature=1.0),
+    )  # fmt: skip
+    with pytest.raises(TooLong, match="prompt of 11 tokens plus a response of up to 10 exceeds training.seq_len 20"):
+        asyncio.run(generate([5] * 11))
+
+
+def test_seeds_differ_by_episode_and_by_call_and_never_by_process():
+    assert hash64(0, 1, 2, 3) == 11471224807254672730
+    assert len({hash64(s, p, g, c) for s in range(3) for p in range(9) for g in range(8) for c in range(3)}) == 648

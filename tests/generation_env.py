@@ -1,4 +1,4 @@
-"""An environment whose prompts say how their reward, or their rollout, misbehaves. Imported by path in every process."""
+"""An environment whose prompts say how their reward, or their rollout, misbehaves; every process imports it by path."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from itertools import count
 
+import msgspec
 import numpy as np
 
 from asyncrl.env import Env
@@ -20,7 +21,7 @@ from asyncrl.types import Episode, Prompt
 class Moods(Env):
     """Prompt number i is of kind `kinds[i % len(kinds)]`."""
 
-    kinds: list[str] = []
+    kinds: list[str] = msgspec.field(default_factory=list)
 
     def prompts(self, start: int = 0) -> Iterator[Prompt]:
         for i in count(start):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import replay_helpers
 
 from asyncrl.settings import Run, load, resolve, save
 
@@ -26,3 +30,10 @@ def make_run(folder: Path, *kinds: str, **overrides: Any) -> Run:
     run = resolve(load(None, tree | {key.replace("__", "."): value for key, value in overrides.items()}))
     save(run)
     return run
+
+
+@contextmanager
+def serving(run: Run) -> Iterator[str]:
+    """The run's replay server in a thread; yields its address."""
+    with replay_helpers.serving(run) as server:
+        yield server.address

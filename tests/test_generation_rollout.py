@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
-from generation_runs import make_run
+from generation_runs import make_run, serving
 
 from asyncrl.chat import Chat
 from asyncrl.generation.engine import EngineDead
@@ -19,26 +17,10 @@ from asyncrl.generation.local import LocalEngine
 from asyncrl.generation.rewards import RewardPool
 from asyncrl.generation.rollout import RolloutLoop
 from asyncrl.models import build_model, load_tokenizer
-from asyncrl.replay import server
 from asyncrl.replay.client import AsyncReplayClient, ReplayClient
 from asyncrl.types import Group
 
 torch.set_num_threads(1)
-
-
-@contextmanager
-def serving(run):
-    """The run's replay server in a thread; yields its address."""
-    made = server.Server(server.make_service(run))
-    stop = threading.Event()
-    thread = threading.Thread(target=made.run, args=(stop,))
-    thread.start()
-    try:
-        yield made.address
-    finally:
-        stop.set()
-        thread.join(10)
-        made.close()
 
 
 def tiny_engine(**settings) -> LocalEngine:
@@ -186,7 +168,7 @@ def test_a_prompt_that_leaves_no_room_for_the_response_is_too_long():
         engine=tiny_engine(), chat=Chat(tokenizer=load_tokenizer("tiny")), seed=(0,), scorer=None,
         limits=Limits(max_tokens=10, seq_len=20, temperature=1.0),
     )  # fmt: skip
-    with pytest.raises(TooLong, match="prompt of 11 tokens plus a response of up to 10 exceeds training.seq_len 20"):
+    with pytest.raises(TooLong, match=r"prompt of 11 tokens plus a response of up to 10 exceeds training\.seq_len 20"):
         asyncio.run(generate([5] * 11))
 
 

@@ -22,6 +22,7 @@ from asyncrl.generation.rewards import RewardPool
 from asyncrl.generation.rollout import RolloutLoop
 from asyncrl.models import load_tokenizer
 from asyncrl.replay.client import AsyncReplayClient
+from asyncrl.replay.keys import CurveKeys, load_keys
 from asyncrl.settings import Run
 from asyncrl.weights.follower import follow
 
@@ -68,7 +69,8 @@ async def serve(run: Run, index: int, address: str) -> None:
     the trainer; produces groups. Leases nothing before the first weights serve.
     """
     async with contextlib.AsyncExitStack() as stack:
-        client = await stack.enter_async_context(_client(index, address))
+        curve = load_keys(run.config.replay.keys, "client")
+        client = await stack.enter_async_context(_client(index, address, curve))
         engine = make_engine(run, index)
         stack.push_async_callback(engine.close)
         helpers = await stack.enter_async_context(_helpers())
@@ -89,8 +91,8 @@ async def serve(run: Run, index: int, address: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _client(index: int, address: str) -> AsyncIterator[AsyncReplayClient]:
-    client = AsyncReplayClient(address, index=index)
+async def _client(index: int, address: str, curve: CurveKeys | None) -> AsyncIterator[AsyncReplayClient]:
+    client = AsyncReplayClient(address, index=index, curve=curve)
     try:
         await client.hello()
         yield client
@@ -132,6 +134,7 @@ async def _first_weights(
             incarnation=token_hex(8),
             config=config.weights,
             on_version=lambda _: served.set(),
+            curve=load_keys(config.replay.keys, "client"),
         )
     )
     try:

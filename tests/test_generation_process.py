@@ -120,12 +120,12 @@ def test_sigterm_ends_a_generator_cleanly_and_frees_its_leases_at_once(tmp_path)
     run = make_run(tmp_path, "slow", training__steps=9)
     with serving(run) as address, trainer(address, run) as train, generator(run, address) as process:
         train.publish(0, receivers=1)
-        until(lambda: train.client.status()["ledger"]["in_flight"] > 0)
+        until(lambda: train.client.status()["ledger"]["ledger/in_flight"] > 0)
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
         ledger = train.client.status()["ledger"]
-        assert ledger["in_flight"] == 0
+        assert ledger["ledger/in_flight"] == 0
         assert not [c for c in children if c.is_running()]
 
 
@@ -140,7 +140,7 @@ def test_killed_generators_leave_no_reward_worker_behind_even_while_it_hangs(tmp
     run = make_run(tmp_path, "hang", training__steps=9)
     with serving(run) as address, trainer(address, run) as train, generator(run, address) as process:
         train.publish(0, receivers=1)
-        until(lambda: train.client.status()["ledger"]["in_flight"] > 0)
+        until(lambda: train.client.status()["ledger"]["ledger/in_flight"] > 0)
         children = psutil.Process(process.pid).children(recursive=True)
         assert children
         until(lambda: any(c.cpu_percent(0.1) > 10 for c in children))

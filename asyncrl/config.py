@@ -62,6 +62,24 @@ class DatasetConfig(Section):
     """Use only this many rows from the start of the split."""
 
 
+class CurriculumConfig(Section):
+    """Which prompts are worth sampling again; off by default."""
+
+    rest: Whole = 0
+    """Visits for which a prompt is skipped after a group that was all right or all wrong, doubled while the outcome
+    repeats; 0: off."""
+    max_rest: Count = 64
+    """Longest rest, in visits."""
+    solved: float | None = None
+    """Mean reward from which a group counts as all right; default: the environment's full marks."""
+    unsolved: float = 0.0
+    """Mean reward up to which a group counts as all wrong."""
+    key: str | None = None
+    """Entry of a prompt's metadata that names its kind (a level, a topic): the kind rests as one. None: each prompt."""
+    max_skips: Count = 1000
+    """Prompts skipped in a row before one is let through all the same."""
+
+
 class LoraConfig(Section):
     """Low-rank adapters through peft; off when rank is 0."""
 
@@ -279,18 +297,18 @@ class SuperviseConfig(Section):
 
 
 class EvalConfig(Section):
-    """Evaluation during training."""
+    """Evaluation: during training, and `asyncrl eval`."""
 
     every: Whole = 0
-    """Steps between evaluations; 0: none."""
+    """Versions between evaluations during training; 0: none."""
     env: str | None = None
-    """Environment to evaluate on; default: the training environment with another seed."""
+    """Environment to evaluate on; default: the training environment's own (other split, or another seed)."""
     num_prompts: Count = 64
     """Prompts per evaluation."""
     n: Count = 1
     """Responses per prompt."""
-    temperature: NonNegative = 0.0
-    """Sampling temperature; 0 is greedy."""
+    temperature: NonNegative | None = None
+    """Sampling temperature; default: 0 (greedy) for one response per prompt, 1 for several."""
 
 
 class Config(Section):
@@ -310,6 +328,7 @@ class Config(Section):
     """The environment: its name and its own keys. `asyncrl envs NAME` lists them."""
     model: ModelConfig = msgspec.field(default_factory=ModelConfig)
     dataset: DatasetConfig = msgspec.field(default_factory=DatasetConfig)
+    curriculum: CurriculumConfig = msgspec.field(default_factory=CurriculumConfig)
     training: TrainingConfig = msgspec.field(default_factory=TrainingConfig)
     replay: ReplayConfig = msgspec.field(default_factory=ReplayConfig)
     generation: GenerationConfig = msgspec.field(default_factory=GenerationConfig)

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import nan
 
+from asyncrl.curriculum import Curriculum
 from asyncrl.replay.ledger import Ledger, Means, refuse_endless
 from asyncrl.replay.limiter import Limits
 from asyncrl.replay.line import Changes, Line, Seat
@@ -41,7 +42,7 @@ class StalenessExceeded(RuntimeError):
 
 @dataclass(slots=True, kw_only=True)
 class Buffer:
-    """The whole state. `prompts` yields the prompt with id `cursor` next."""
+    """The whole state. `prompts` yields the prompt with id `cursor` next, or a later one."""
 
     limits: Limits
     prompts: Iterator[Prompt]
@@ -50,6 +51,8 @@ class Buffer:
     """A lease that is not renewed for this long expires."""
     max_lease_s: float = 1800.0
     """A lease expires after this long even when it is renewed: its generator has forgotten it."""
+    curriculum: Curriculum | None = None
+    """Told how each group fared."""
     cursor: int = 0
     """Id of the next new prompt."""
     next_lease: int = 0
@@ -122,6 +125,8 @@ class Buffer:
             self._lease_again(seat, "stale")
             return False
         self._store(seat, parcel)
+        if self.curriculum is not None:
+            self.curriculum.feedback(seat.prompt, parcel.reward)
         return True
 
     def drop(
@@ -136,6 +141,8 @@ class Buffer:
             self._lease_again(seat, reason)
             return True
         self.dropped_means.add(length=length, reward=reward)
+        if self.curriculum is not None and reason == "filtered":
+            self.curriculum.feedback(seat.prompt, reward)
         self._remove(seat)
         self._reject(reason)
         return True
@@ -264,10 +271,10 @@ class Buffer:
         if prompt is None:
             self.exhausted = True
             return None
-        if prompt.id != self.cursor:
+        if prompt.id < self.cursor or (self.curriculum is None and prompt.id != self.cursor):
             raise ValueError(f"Env.prompts must yield ids in order: expected {self.cursor}, got {prompt.id}")
-        seat = Seat(position=self.cursor, prompt=prompt, attempt=-1)
-        self.cursor += 1
+        seat = Seat(position=prompt.id, prompt=prompt, attempt=-1)  # a curriculum may have skipped some
+        self.cursor = prompt.id + 1
         self.line.append(seat)
         return seat
 

@@ -18,6 +18,7 @@ import msgspec
 import zmq
 
 from asyncrl.config import Config
+from asyncrl.curriculum import Curriculum
 from asyncrl.replay import wire
 from asyncrl.replay.buffer import Buffer
 from asyncrl.replay.journal import Journal
@@ -178,9 +179,11 @@ def make_buffer_at(run: Any, step: int) -> Buffer:
 def make_buffer(run: Any, cursor: int) -> Buffer:
     """An empty buffer that continues the environment's prompts at `cursor`. Raises ValueError on bad settings."""
     replay, generation = run.config.replay, run.config.generation
+    curriculum = Curriculum(run.config.curriculum, full_marks=run.env.full_marks)
     return Buffer(
         limits=make_limits(replay, run.config.training),
-        prompts=iter(run.env.prompts(cursor)),
+        prompts=curriculum.filter(iter(run.env.prompts(cursor))),
+        curriculum=curriculum,
         cursor=cursor,
         sampler=SAMPLERS[replay.order],
         lease_timeout_s=replay.lease_timeout_s,

@@ -284,7 +284,7 @@ class Service:
         if buffer.dropped_means.num:
             metrics["bias/dropped_length"] = buffer.dropped_means.length
             metrics["bias/dropped_reward"] = buffer.dropped_means.reward
-        return metrics | buffer.accounts()
+        return metrics | buffer.accounts() | (buffer.curriculum.metrics() if buffer.curriculum is not None else {})
 
     def _why(self, waiting: Waiting, now: float) -> str:
         waited, name = now - waiting.since, waiting.peer.name

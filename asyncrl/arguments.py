@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-ALIASES = {"algo": "algo.name", "env": "env.name", "model": "model.path"}
+ALIASES = {"algo": "algo.name", "env": "env.name", "model": "model.path", "n": "eval.n"}
 """Short options that set a key. Top-level keys (--seed, --name, --run-dir) need no alias."""
 
 OPTIONS = {"config", "resume", "role", "index", "address"}

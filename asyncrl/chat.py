@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.types import Message
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
 
 REPLY = "PLACEHOLDEROFTHEREPLY"
 """Stands for the sampled reply while a template is rendered; its text never becomes tokens."""
@@ -34,6 +37,16 @@ class Chat:
     """Put before messages that have none."""
     thinking: bool | None = None
     """Passed to templates that know `enable_thinking`."""
+
+    @classmethod
+    def of(cls, config: Config, tokenizer: Any) -> Chat:
+        """What the configuration says about the chat format, for this tokenizer."""
+        return cls(
+            tokenizer=tokenizer,
+            template=config.model.chat_template,
+            system_prompt=config.model.system_prompt,
+            thinking=config.generation.thinking,
+        )
 
     def __post_init__(self) -> None:
         if self.tokenizer.eos_token_id is None:

@@ -118,6 +118,20 @@ def _check_environment(target: str, overrides: dict[str, Any], imports: list[str
     return 0 if report.ok else 1
 
 
+def evaluate(args: Arguments) -> int:
+    """avg@n and pass@k of a model, or of what a run has trained."""
+    if "help" in args.flags:
+        return _help("eval", args)
+    from asyncrl.evaluate import evaluate_run, of_trained
+    from asyncrl.settings import load, resolve
+
+    if len(args.names) > 1:
+        raise ValueError("asyncrl eval takes one run folder, or --model PATH")
+    if args.names:
+        return evaluate_run(of_trained(args.names[0], args.overrides))
+    return evaluate_run(resolve(load(args.options.get("config"), {"name": "eval", **args.overrides})))
+
+
 def plot(args: Arguments) -> int:
     """PNGs of a run."""
     from asyncrl.plot import draw
@@ -164,6 +178,7 @@ COMMANDS: dict[str, Callable[[Arguments], int]] = {
     "sft": sft,
     "algos": algos,
     "envs": envs,
+    "eval": evaluate,
     "plot": plot,
     "status": status,
     "keys": keys,

@@ -28,6 +28,7 @@ GENERAL = """asyncrl: asynchronous off-policy reinforcement learning for languag
   asyncrl sft --model PATH                  supervised training on the environment's demonstrations
   asyncrl algos [NAME]                      algorithms, or one of them with its formula and keys
   asyncrl envs [NAME | check NAME]          environments, or one of them; check plays its own answers against it
+  asyncrl eval RUN                          avg@n and pass@k of what a run trained; or --model PATH --env NAME --n 8
   asyncrl plot RUN                          draw reward, staleness, ledger, idle time and a timeline as PNGs
   asyncrl status RUN                        who waits for whom, right now
   asyncrl keys new FOLDER                   CURVE keys, for runs on several hosts

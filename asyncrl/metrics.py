@@ -112,6 +112,26 @@ def open_trackers(run: Run, *, step: int = 0) -> Trackers:
     return Trackers(metrics, {name: make(run) for name, make in others.items()}, run.config.metrics.samples_per_step)
 
 
+class Evaluated:
+    """The lines that a generator appends to eval.jsonl, each given out once; those that are there already never."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / "eval.jsonl"
+        self._read = self._path.stat().st_size if self._path.exists() else 0
+
+    def new(self) -> dict[str, float]:
+        """eval/* of the newest evaluation that has ended since the last call; empty when none has."""
+        if not self._path.exists():
+            return {}
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            whole, _, _ = file.read().rpartition(b"\n")
+        if not whole:
+            return {}
+        self._read += len(whole) + 1
+        return msgspec.json.decode(whole.rpartition(b"\n")[2])
+
+
 def write_progress(run_dir: Path, text: str) -> None:
     """What a run does before its first step, in a few words, for the launcher: `warm-up 60 of 120, loss 0.9`."""
     temporary = run_dir / "progress.part"

@@ -29,7 +29,7 @@ from asyncrl.demo import TINY
 from asyncrl.env import Env
 from asyncrl.registry import ALGOS, ENVS, import_user_module
 
-__all__ = ["Run", "check", "dump", "import_all", "load", "load_run", "resolve", "resume", "save"]
+__all__ = ["Run", "check", "dump", "import_all", "load", "load_run", "on_env", "resolve", "resume", "save"]
 
 _SHAPING = {"top_p", "top_k", "min_p"}
 
@@ -93,9 +93,32 @@ def resolve(config: Config) -> Run:
         dataset=getattr(env, "dataset", config.dataset),
         replay=msgspec.structs.replace(replay, max_lag=max_lag, capacity_groups=capacity),
         generation=msgspec.structs.replace(generation, max_groups=groups),
+        eval=msgspec.structs.replace(config.eval, temperature=_eval_temperature(config)),
         training=msgspec.structs.replace(config.training, warmup_sft_steps=warmup if warmup is not None else 0),
     )
     return Run(config=resolved, algo=algo, env=env)
+
+
+def _eval_temperature(config: Config) -> float:
+    """Raises ValueError for several greedy responses, which would be one and the same."""
+    chosen, n = config.eval.temperature, config.eval.n
+    if chosen == 0 and n > 1:
+        raise ValueError(
+            f"eval.temperature 0 gives {n} times the same response; set eval.n to 1 or raise the temperature"
+        )
+    return chosen if chosen is not None else float(n > 1)
+
+
+def on_env(run: Run, env: Env, *, run_dir: Path) -> Run:
+    """The same run on another environment of the same name (other fields), as a run folder of its own."""
+    fields = _but_dataset(msgspec.to_builtins(env))
+    config = msgspec.structs.replace(
+        run.config,
+        run_dir=str(run_dir),
+        env={"name": run.config.env["name"], **fields},
+        dataset=getattr(env, "dataset", run.config.dataset),
+    )
+    return Run(config=config, algo=run.algo, env=env)
 
 
 def save(run: Run) -> None:

@@ -18,6 +18,7 @@ from secrets import token_hex
 from asyncrl.chat import Chat
 from asyncrl.config import Config
 from asyncrl.generation.engine import Engine
+from asyncrl.generation.periodic import PeriodicEvaluation
 from asyncrl.generation.rewards import RewardPool
 from asyncrl.generation.rollout import RolloutLoop
 from asyncrl.models import load_tokenizer
@@ -78,16 +79,21 @@ async def serve(run: Run, index: int, address: str) -> None:
         rewards = _reward_pool(run.config)
         stack.push_async_callback(rewards.close)
         await asyncio.gather(engine.start(), rewards.start())
-        await _first_weights(run.config, client, engine, index, helpers)
+        chat = Chat.of(run.config, load_tokenizer(run.config.model.path))
+        evaluation = PeriodicEvaluation(run, engine=engine, chat=chat)
+        if run.config.eval.every and index == 0:
+            helpers(evaluation.run())
+        await _first_weights(run.config, client, engine, index, helpers, evaluation.due)
         await RolloutLoop(
             engine=engine,
             env=run.env,
             algo=run.algo,
             client=client,
-            chat=_chat(run.config),
+            chat=chat,
             config=run.config,
             score=rewards.score,
         ).run()
+        await evaluation.finish(run.config.supervise.stop_timeout_s / 2)
 
 
 @contextlib.asynccontextmanager
@@ -120,11 +126,21 @@ async def _heartbeats(client: AsyncReplayClient, engine: Engine, every_s: float)
 
 
 async def _first_weights(
-    config: Config, client: AsyncReplayClient, engine: Engine, index: int, helpers: Callable
+    config: Config,
+    client: AsyncReplayClient,
+    engine: Engine,
+    index: int,
+    helpers: Callable,
+    on_version: Callable[[int], None],
 ) -> None:
     """Follow the trainer's sender, and wait until it has sent a first version. Raises TimeoutError."""
     limit_s = config.supervise.stall_limit_s
     served = asyncio.Event()
+
+    def serves(version: int) -> None:
+        served.set()
+        on_version(version)
+
     sender = await client.lookup("weights", limit_s)
     helpers(
         follow(
@@ -133,7 +149,7 @@ async def _first_weights(
             index=index,
             incarnation=token_hex(8),
             config=config.weights,
-            on_version=lambda _: served.set(),
+            on_version=serves,
             curve=load_keys(config.replay.keys, "client"),
         )
     )
@@ -175,13 +191,4 @@ def _reward_pool(config: Config) -> RewardPool:
         num_workers=config.generation.reward_workers,
         timeout_s=config.generation.reward_timeout_s,
         start_timeout_s=config.supervise.start_timeout_s,
-    )
-
-
-def _chat(config: Config) -> Chat:
-    return Chat(
-        tokenizer=load_tokenizer(config.model.path),
-        template=config.model.chat_template,
-        system_prompt=config.model.system_prompt,
-        thinking=config.generation.thinking,
     )

@@ -82,6 +82,17 @@ class LocalEngine:
             version=-1,
         )
 
+    @classmethod
+    def with_weights(cls, config: Config) -> LocalEngine:
+        """An engine that serves the model of `model.path` as it is, as version 0: for evaluation, without a trainer."""
+        device = choose_device(config.generation.device)
+        dtype = choose_dtype(config.generation.dtype, device)
+        return cls(
+            lambda: build_model(config.model.path, dtype=dtype, device=device, seed=config.seed),
+            max_concurrency=config.generation.max_concurrency,
+            max_length=config.training.seq_len,
+        )
+
     @property
     def version(self) -> int:
         return self._first_version if self._worker is None else self._worker.version

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from asyncrl.metrics import open_timer, open_trackers
+from asyncrl.metrics import Evaluated, open_timer, open_trackers
 from asyncrl.replay.client import ReplayClient, Taken
 from asyncrl.settings import Run
 from asyncrl.training import reports
@@ -41,6 +41,7 @@ class Director:
         )
         self._timer = open_timer(run, role="trainer", index=0)
         self._trackers = open_trackers(run, step=member.start.step)
+        self._evaluated = Evaluated(run.dir)
         self._step = member.start.step
         self._saved = member.start.step if member.start.step else -1
         self._forgotten = -1
@@ -112,7 +113,7 @@ class Director:
         self._save_if_due()
         total_s = time.perf_counter() - began
         row |= reports.describe_groups(taken.groups) | reports.describe_sequences(sequences) | taken.metrics
-        row |= self._sync | self._timer.row() | reports.memory(self.member.ranks.device)
+        row |= self._sync | self._timer.row() | reports.memory(self.member.ranks.device) | self._evaluated.new()
         row |= self._speed(row, sequences.lengths_B, train_s=train_s, total_s=total_s)
         self._trackers.log({"step": step, "version": step, **row})
         self._trackers.samples(step, taken.groups)

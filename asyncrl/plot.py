@@ -14,8 +14,17 @@ from typing import Any
 from asyncrl.metrics import merge_traces, read_rows
 
 Row = dict[str, Any]
-LEDGER = ("trained", "buffered", "in_flight", "dropped")
-COLOURS = {"take": "#d9d9d9", "wait": "#d9d9d9", "pause": "#d62728", "publish": "#d62728", "sync": "#d62728"}
+LEDGER = ("trained", "buffered", "in_flight")
+COLOURS = {
+    "take": "#d9d9d9",
+    "train": "#1f77b4",
+    "generate": "#2ca02c",
+    "publish": "#d62728",
+    "weights": "#d62728",
+    "commit": "#d62728",
+    "checkpoint": "#9467bd",
+}
+"""Waiting grey, work blue and green, syncing red: the same in every run."""
 LONGEST_TIMELINE_S = 30.0
 """The timeline shows the last this-many seconds: a whole run would be a grey block."""
 
@@ -101,10 +110,11 @@ def _ledger(figure: Any, rows: list[Row]) -> bool:
     kept = [r for r in rows if all(isinstance(r.get(f"ledger/{n}"), int | float) for n in LEDGER)]
     if not kept:
         return False
-    axes, steps = figure.add_subplot(), [r["step"] for r in kept]
-    axes.stackplot(
-        steps, [[r[f"ledger/{n}"] for r in kept] for n in LEDGER], labels=[n.replace("_", " ") for n in LEDGER]
-    )
+    reasons = sorted({k for r in kept for k in r if k.startswith("dropped/")})
+    names = [f"ledger/{n}" for n in LEDGER] + reasons
+    labels = [n.replace("_", " ") for n in LEDGER] + [f"dropped: {r.removeprefix('dropped/')}" for r in reasons]
+    axes = figure.add_subplot()
+    axes.stackplot([r["step"] for r in kept], [[r.get(n) or 0 for r in kept] for n in names], labels=labels)
     axes.plot(*column(rows, "ledger/started"), "k--", linewidth=1, label="started")
     axes.set_title("Ledger: every group that was started", loc="left")
     axes.set_xlabel("step")
@@ -147,8 +157,7 @@ def _timeline(figure: Any, trace: Path) -> bool:
 
 
 def _colour(name: str) -> str:
-    """Waiting grey, syncing red, work by name: the same name has the same colour in every figure."""
+    """Spans without a colour of their own get one by name."""
     from matplotlib import colormaps, colors
 
-    known = [c for word, c in COLOURS.items() if word in name]
-    return known[0] if known else colors.to_hex(colormaps["tab20"](sum(name.encode()) % 20))
+    return COLOURS.get(name) or colors.to_hex(colormaps["tab20"](sum(name.encode()) % 20))

@@ -21,6 +21,8 @@ from asyncrl.generation.engine import Engine
 from asyncrl.generation.periodic import PeriodicEvaluation
 from asyncrl.generation.rewards import RewardPool
 from asyncrl.generation.rollout import RolloutLoop
+from asyncrl.generation.traced import Traced
+from asyncrl.metrics import open_timer
 from asyncrl.models import load_tokenizer
 from asyncrl.replay.client import AsyncReplayClient
 from asyncrl.replay.keys import CurveKeys, load_keys
@@ -72,7 +74,7 @@ async def serve(run: Run, index: int, address: str) -> None:
     async with contextlib.AsyncExitStack() as stack:
         curve = load_keys(run.config.replay.keys, "client")
         client = await stack.enter_async_context(_client(index, address, curve))
-        engine = make_engine(run, index)
+        engine = Traced(make_engine(run, index), open_timer(run, role="generator", index=index))
         stack.push_async_callback(engine.close)
         helpers = await stack.enter_async_context(_helpers())
         helpers(_heartbeats(client, engine, run.config.supervise.heartbeat_s))

@@ -1,0 +1,143 @@
+"""vLLM in `weights.py`: a live engine under load to publish into, and vLLM's own weight transfers to compare with.
+
+`--engine vllm` uses it, in the generator's process (`Live`) and in the trainer's (`TheirSender`). vLLM's own transfer
+is the NCCL engine of 0.22 to 0.27 (`start_weight_update`, `update_weights`, `finish_weight_update`), packed and not,
+with its defaults; both transfers pause generation the same way. It needs GPUs; on a CPU only ours is measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from weights_ends import MODELS, meta_model
+
+from asyncrl.generation.vllm import VLLMEngine
+from asyncrl.settings import load, resolve
+from asyncrl.types import SamplingParams
+
+REQUESTS = 128
+PROMPT, RESPONSE = 64, 512
+
+
+class Live:
+    """A vLLM engine with dummy weights of a model's shapes, and the load on it."""
+
+    def __init__(self, model: str, device: str) -> None:
+        self._on_gpu = device != "cpu"
+        folder = Path(tempfile.mkdtemp(prefix="asyncrl-weights-"))
+        save_shapes(model, folder / "model")
+        config = load(None, {"run_dir": str(folder / "run"), "generation.engine": "vllm"})
+        config.model.path = str(folder / "model")
+        config.training.seq_len = PROMPT + RESPONSE + 1
+        config.generation.max_concurrency = REQUESTS if self._on_gpu else 8
+        if self._on_gpu:
+            config.generation.vllm = {"gpu_memory_utilization": 0.6, "weight_transfer_config": {"backend": "nccl"}}
+        self.engine = VLLMEngine(resolve(config), 0)
+        self._vocabulary = MODELS[model]["vocab_size"]
+        self._names = [(name, list(p.shape)) for name, p in meta_model(model).named_parameters()]
+        self._requests: list[asyncio.Task] = []
+        self._connected = False
+
+    async def obey(self, command: dict) -> dict[str, Any]:
+        """load: keep requests running; rate: tokens per second for some seconds; theirs: receive by vLLM's transfer."""
+        match command["do"]:
+            case "load":
+                count = REQUESTS if self._on_gpu else 8
+                self._requests = [asyncio.create_task(self._request(seed)) for seed in range(count)]
+                await self._rate(command["settle_s"])
+                return {"requests": count}
+            case "rate":
+                return {"tokens_per_s": await self._rate(command["seconds"])}
+            case "theirs":
+                return await self._theirs(command["port"], packed=command["packed"])
+        raise ValueError(f"unknown command {command}")
+
+    async def idle(self) -> None:
+        """End the load."""
+        for task in self._requests:
+            task.cancel()
+        await asyncio.gather(*self._requests, return_exceptions=True)
+
+    async def _request(self, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        while True:
+            prompt = random.integers(4, self._vocabulary, PROMPT).tolist()
+            length = int(random.integers(RESPONSE // 2, RESPONSE))
+            await self.engine.generate(prompt, SamplingParams(max_tokens=length))
+
+    async def _rate(self, seconds: float) -> float:
+        before, began = self.engine.activity()["tokens"], time.perf_counter()
+        await asyncio.sleep(seconds)
+        for task in self._requests:
+            if task.done():
+                task.result()  # a dead engine ends the benchmark with its error
+        return (self.engine.activity()["tokens"] - before) / (time.perf_counter() - began)
+
+    async def _theirs(self, port: int, *, packed: bool) -> dict[str, float]:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+        llm = self.engine._llm
+        if not self._connected:
+            info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+            await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+            self._connected = True
+        update = WeightTransferUpdateRequest(update_info={
+            "names": [name for name, _ in self._names], "shapes": [shape for _, shape in self._names],
+            "dtype_names": ["bfloat16"] * len(self._names), "packed": packed,
+        })  # fmt: skip
+        began = time.perf_counter()
+        await self.engine._pause()
+        paused = time.perf_counter()
+        await llm.start_weight_update()
+        starting = time.perf_counter()
+        await llm.update_weights(update)
+        updated = time.perf_counter()
+        await llm.finish_weight_update()
+        finished = time.perf_counter()
+        await self.engine._resume()
+        return {
+            "update_s": updated - starting,
+            "start_update_finish_s": finished - paused,
+            "pause_s": time.perf_counter() - paused,
+            "total_s": time.perf_counter() - began,
+        }
+
+
+class TheirSender:
+    """vLLM's trainer side."""
+
+    def __init__(self, port: int) -> None:
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+        self._engine = NCCLWeightTransferEngine
+        self._group = self._engine.trainer_init({"master_address": "127.0.0.1", "master_port": port, "world_size": 2})
+
+    def send(self, tensors: dict[str, Tensor], *, packed: bool) -> float:
+        """Seconds until everything has left, the wait for the receiver included."""
+        began = time.perf_counter()
+        self._engine.trainer_send_weights(iter(tensors.items()), {"group": self._group, "packed": packed})
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+
+def save_shapes(model: str, folder: Path) -> None:
+    """A Hugging Face folder without weights: a configuration, and a tokenizer with a word per token id."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    meta = meta_model(model)
+    meta.config.architectures, meta.config.dtype = [type(meta).__name__], torch.bfloat16
+    meta.config.save_pretrained(folder)
+    words = {f"<{i}>": i for i in range(MODELS[model]["vocab_size"])}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<0>"))
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<0>", pad_token="<1>", bos_token="<2>", eos_token="<3>"
+    ).save_pretrained(folder)

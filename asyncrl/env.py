@@ -216,12 +216,17 @@ class Conversation:
 
     def reply(self, content: str, *, role: str = "user") -> None:
         """Answer the last turn: a message by the chat template, or plain text when the prompt was plain text."""
-        if not self._chat:
+        if self._chat:
+            self.extend([{"role": role, "content": content}])
+        else:
             self.observe(content)
-            return
+
+    def extend(self, messages: list[Message]) -> None:
+        """Answer the last turn with several messages, by the chat template."""
         last = self._parts[-1].token_ids if self._parts else []
         after = int(last[-1]) if len(last) else None
-        self.observe_ids(self._generate.encode_turn([{"role": role, "content": content}], after=after), text=content)
+        text = "\n".join(message["content"] for message in messages)
+        self.observe_ids(self._generate.encode_turn(messages, after=after), text=text)
 
     def observe(self, text: str) -> None:
         """Append text that the policy is shown and not trained on. It is encoded here, once, on its own."""

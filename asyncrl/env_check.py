@@ -297,6 +297,8 @@ class _blamed:
 
 def _last_line(trace: Any) -> str:
     """Where in the environment's own code it happened."""
-    ours = (str(Path(asyncrl.__file__).parent), str(Path(asyncrl.envs.__file__).parent))
-    own = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(ours)]
+    known = (asyncrl.__file__, asyncrl.envs.__file__, traceback.__file__)  # ours, and the standard library
+    folders = tuple(str(Path(file).parent) for file in known)
+    frames = traceback.extract_tb(trace)
+    own = [f for f in frames if not f.filename.startswith(folders) or "site-packages" in f.filename]
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""

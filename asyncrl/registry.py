@@ -35,6 +35,7 @@ class Registry:
         self.kind, self.package, self.group, self.mixture = kind, package, group, mixture
         self._classes: dict[str, type] = {}
         self._made: dict[str, type] = {}
+        self._broken: dict[str, str] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator: make the class known under `name`. A second, different class under one name is an error."""
@@ -61,6 +62,8 @@ class Registry:
             return self._parametrised(base, parameter, name)
         if colon and _importable(base):
             return self._from_path(name)
+        if base in self._broken:
+            raise ValueError(f"{self.kind} {base!r} cannot be imported from {self._broken[base]}")
         raise ValueError(self._unknown(base))
 
     def _find(self, name: str) -> bool:
@@ -100,7 +103,12 @@ class Registry:
 
     def _load_entry_points(self) -> None:
         for point in entry_points(group=self.group):
-            self._classes.setdefault(point.name, point.load())
+            if point.name in self._classes or point.name in self._broken:
+                continue
+            try:
+                self._classes[point.name] = point.load()
+            except Exception as error:  # noqa: BLE001 - another package's code: it must not hide what works
+                self._broken[point.name] = f"{point.value}: {type(error).__name__}: {error}"
 
     def _from_path(self, path: str) -> type:
         source, _, attribute = path.partition(":")

@@ -30,7 +30,10 @@ CHUNK = 100
 class ReasoningGym(Env):
     """A task of reasoning-gym, by name: reasoning_gym:chain_sum."""
 
-    tiny: ClassVar[dict[str, Any]] = {"training": {"seq_len": 512}, "generation": {"max_tokens": 48}}
+    tiny: ClassVar[dict[str, Any]] = {
+        "training": {"seq_len": 512, "warmup_sft_steps": 40},
+        "generation": {"max_tokens": 48},
+    }
 
     task: str = ""
     """Name of the task; `reasoning_gym:NAME` sets it."""

@@ -49,7 +49,7 @@ def equal(answer: str, target: str, *, tolerance: float = 0.0) -> bool:
 def number(text: str) -> Fraction | None:
     """A plain number, thousands separators, currency signs, percent and a final full stop allowed; otherwise None."""
     bare = text.strip().strip("$").removesuffix(".").removesuffix("%").removeprefix("\\$").replace(",", "").strip()
-    if len(bare) > 50:
+    if len(bare) > 50 or "e" in bare.lower():  # 1e999999999 would be computed digit by digit
         return None
     try:
         return Fraction(bare)

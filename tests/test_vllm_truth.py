@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]  # starting vLLM on a busy CPU is slow
 
 from vllm_support import (  # noqa: E402  (needs vLLM)
     FIRST_LETTER,

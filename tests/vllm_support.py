@@ -52,11 +52,11 @@ class Stage:
         self.version = -1
         self.model: PreTrainedModel = peaked_model(0)
         self._sender = WeightSender(tensors=self._tensors, rank=0, config=self.config.weights, device=DEVICE)
-        self.run(self.engine.start(), timeout_s=280)
+        self.run(self.engine.start(), timeout_s=600)
         _pass_markers(self.engine._llm.engine_core)  # lets a newer vLLM be stamped the way an older one is
         self._follower = self.loop.create_task(self._follow())
 
-    def run(self, coroutine: Coroutine[Any, Any, Any], *, timeout_s: float = 90.0) -> Any:
+    def run(self, coroutine: Coroutine[Any, Any, Any], *, timeout_s: float = 180.0) -> Any:
         """Run one coroutine to its end on the engine's loop; a dead follower fails it."""
         return self.loop.run_until_complete(asyncio.wait_for(coroutine, timeout_s))
 

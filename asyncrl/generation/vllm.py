@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -83,7 +83,7 @@ class VLLMEngine:
         self._slots = asyncio.Semaphore(arguments["max_num_seqs"])
         # In a thread: it takes tens of seconds, and this loop sends heartbeats meanwhile.
         self._llm = await asyncio.to_thread(_start_vllm, arguments)
-        self._reports_versions = hasattr(self._llm, "update_weight_version")
+        self._reports_versions = _reports_versions()
         if not self._reports_versions:
             _pass_markers(self._llm.engine_core)
 
@@ -234,6 +234,8 @@ class VLLMEngine:
 
     async def _mark(self, version: int) -> None:
         """Note for every running request how many tokens it has: what follows is of `version`. Before vLLM 0.32."""
+        if not self._running:  # before the first request nobody takes outputs, so a marker would stay where it is
+            return
         passed = asyncio.get_running_loop().create_future()
         self._llm.engine_core.outputs_queue.put_nowait(passed)
         await self._within(passed, "hand over the last tokens")
@@ -292,6 +294,13 @@ def _start_vllm(arguments: dict[str, Any]) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+
+def _reports_versions() -> bool:
+    """Whether this vLLM says which version sampled a token; one that only has `update_weight_version` does not."""
+    from vllm.outputs import CompletionOutput
+
+    return any(f.name == "weight_versions" for f in fields(CompletionOutput))
 
 
 def _vllm_params(params: SamplingParams) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from asyncrl import help as pages
 from asyncrl.arguments import Arguments, parse
@@ -40,38 +40,35 @@ def main(argv: list[str] | None = None) -> int:
 
 def train(args: Arguments) -> int:
     """A run from its first process to its last; or one process of it (--role)."""
-    if "help" in args.flags:
-        return _help("train", args)
     if "role" in args.options:
         _role(args)
-    from asyncrl.settings import check, dump, resume
-
-    _no_names(args)
-    run = resume(args.options["resume"], args.overrides) if "resume" in args.options else _resolved(args)
-    check(run)
-    if "dry_run" in args.flags:
-        print(dump(run), end="")
-        return 0
-    from asyncrl.launch import launch
-
-    return launch(run)
+    return _run(args, ranks="trainer")
 
 
 def sft(args: Arguments) -> int:
     """Supervised training on the environment's demonstrations, without a replay server or generators."""
+    return _run(args, ranks="sft")
+
+
+def _run(args: Arguments, *, ranks: Literal["trainer", "sft"]) -> int:
     if "help" in args.flags:
-        return _help("sft", args)
-    from asyncrl.settings import check, dump
+        return _help(args.command, args)
+    from asyncrl.settings import check, dump, load, resolve, resume
 
     _no_names(args)
-    run = _resolved(args)
+    again = args.options.get("resume")
+    run = resume(again, args.overrides) if again else resolve(load(args.options.get("config"), args.overrides))
     check(run)
     if "dry_run" in args.flags:
         print(dump(run), end="")
         return 0
+    if again is None and (run.dir / "config.yaml").exists():
+        raise ValueError(
+            f"{run.dir} already holds a run: --resume {run.dir} continues it, --run-dir names another folder"
+        )
     from asyncrl.launch import launch
 
-    return launch(run, ranks="sft")
+    return launch(run, ranks=ranks)
 
 
 def algos(args: Arguments) -> int:
@@ -211,12 +208,6 @@ def _role(args: Arguments) -> NoReturn:
     from asyncrl.roles import run_role
 
     run_role(role, run_dir=run_dir, index=int(index), address=args.options.get("address"))
-
-
-def _resolved(args: Arguments) -> Any:
-    from asyncrl.settings import load, resolve
-
-    return resolve(load(args.options.get("config"), args.overrides))
 
 
 def _run_folder(args: Arguments) -> Path:

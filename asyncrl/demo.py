@@ -10,7 +10,7 @@ from typing import Any
 
 TINY: dict[str, Any] = {
     "training": {
-        "steps": 90,
+        "steps": 75,
         "batch_size": 32,
         "learning_rate": 1e-3,
         "seq_len": 64,

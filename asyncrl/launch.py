@@ -11,6 +11,7 @@ once; on several machines torchrun starts the same role (examples/slurm).
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import Literal
 
@@ -59,7 +61,13 @@ def launch(run: Run, *, ranks: RanksRole = "trainer") -> int:
     placement = place(find_gpus(), run.config.services)
     if placement.shared and run.config.weights.backend == "auto":
         run = _through_host_memory(run)
-    _prepare(run)
+    run.dir.mkdir(parents=True, exist_ok=True)
+    with _alone(run.dir):
+        _prepare(run)
+        return _supervise(run, placement, ranks)
+
+
+def _supervise(run: Run, placement: Placement, ranks: RanksRole) -> int:
     with _signals() as stop, Crew(run.dir) as crew, Console(run) as console, Poller(run.dir) as poller:
         supervision = Supervision(run, crew, console, poller, stop, placement, ranks)
         try:
@@ -249,8 +257,18 @@ def _through_host_memory(run: Run) -> Run:
     return replace(run, config=msgspec.structs.replace(run.config, weights=weights))
 
 
+@contextmanager
+def _alone(run_dir: Path) -> Iterator[None]:
+    """Hold the folder's lock: the kernel frees it when this process ends, however it does."""
+    with open(run_dir / ".lock", "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"a run is going on in {run_dir}: see `asyncrl status {run_dir}`") from None
+        yield
+
+
 def _prepare(run: Run) -> None:
-    run.dir.mkdir(parents=True, exist_ok=True)
     for name in ("address.json", "progress"):  # of an earlier launch
         (run.dir / name).unlink(missing_ok=True)
     clear_errors(run.dir)

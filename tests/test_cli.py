@@ -49,6 +49,13 @@ def test_dry_run_prints_a_configuration_that_reads_back_equal(capsys, tmp_path):
     assert second == first
 
 
+def test_a_folder_that_holds_a_run_is_not_written_over(capsys, tmp_path):
+    (tmp_path / "config.yaml").write_text("name: earlier\n")
+    code, _, err = run(capsys, "train", "--run-dir", str(tmp_path))
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"--resume {tmp_path} continues it" in err
+
+
 def test_dashes_underscores_and_equals_signs_mean_the_same():
     forms = [
         ["train", "--replay.max-lag", "7", "--run-dir", "r"],

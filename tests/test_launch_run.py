@@ -136,6 +136,14 @@ def test_a_trainer_or_server_killed_with_9_ends_the_run_within_ten_seconds(launc
 def test_ctrl_c_ends_with_a_checkpoint_and_the_run_can_be_continued(launched):
     run = launched()
     run.until_step(2)
+    second = subprocess.run(
+        [sys.executable, "-m", "asyncrl", "train", "--resume", str(run.dir)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (second.returncode, second.stderr.count("\n")) == (2, 1)
+    assert "a run is going on" in second.stderr
     run.process.send_signal(signal.SIGINT)
     assert run.wait(60) == 130, run.text
     assert list((run.dir / "checkpoints").glob("step-*")), run.text

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 ATTENTION = {"sdpa": attention.sdpa, "flash": attention.flash, "flex": attention.flex}
+REGISTERED = {"sdpa": "asyncrl_rows", "flash": "asyncrl_varlen", "flex": "asyncrl_blocks"}
+"""Names in transformers: one that contains "flash" makes it look for a kernel package of its own."""
 LOGIT_CHANGERS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Configuration keys of models whose logits are not simply the output layer's."""
 
@@ -141,8 +143,9 @@ def _prepare(lm: PreTrainedModel, kind: str, *, checkpointing: bool) -> None:
     """Packed attention, no dropout (the sampler had none), and recomputation when asked."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(f"asyncrl_{kind}", ATTENTION[kind])
-    lm.set_attn_implementation(f"asyncrl_{kind}")
+    name = REGISTERED[kind]
+    AttentionInterface.register(name, ATTENTION[kind])
+    lm.set_attn_implementation(name)
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

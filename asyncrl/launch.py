@@ -212,9 +212,13 @@ class Supervision:
         self.poller.phase = phase
 
     def _warn_of_stalls(self) -> None:
-        """A wait longer than supervise.stall_s is said once, and again each time it has doubled."""
+        """A wait longer than supervise.stall_s is said once, and again each time it has doubled.
+
+        Generators may well wait for a long step; before the first one their waits tell what the start hangs on.
+        """
         for wait in waiting(self.poller.status, at_least_s=self.limits.stall_s):
-            if wait["who"].startswith("trainer") and wait["for_s"] >= 2 * self.warned.get(wait["who"], 0.0):
+            tells = wait["who"].startswith("trainer") or not self.console.last
+            if tells and wait["for_s"] >= 2 * self.warned.get(wait["who"], 0.0):
                 self.warned[wait["who"]] = wait["for_s"]
                 self.console.note(f"asyncrl: {wait['why']}")
 

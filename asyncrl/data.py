@@ -70,7 +70,8 @@ def rows(config: DatasetConfig, *, seed: int, start: int = 0) -> Iterator[Row]:
     """
     read = _stream_rows if config.streaming else _table_rows
     for position, row in read(config, _open(config), seed, start):
-        yield Row(position, row[config.prompt_key], row[config.answer_key] if config.answer_key else None)
+        prompt = row[config.prompt_key] if config.prompt_key else None
+        yield Row(position, prompt, row[config.answer_key] if config.answer_key else None)
 
 
 def _table_rows(config: DatasetConfig, table: Any, seed: int, start: int) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -12,7 +12,7 @@ import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, ClassVar, Protocol, SupportsFloat
+from typing import Any, ClassVar, Protocol, SupportsFloat, TypeVar
 
 import msgspec
 import numpy as np
@@ -121,13 +121,24 @@ class Env(msgspec.Struct, kw_only=True, dict=True):
         """The environment that measures progress on this one: by default the same with another seed."""
         return msgspec.structs.replace(self, seed=self.seed + EVALUATION_SEED)
 
-    def demonstrations(self, start: int = 0) -> Iterator[tuple[str, str]]:
-        """Yield (prompt text, response text without EOS) for a supervised warm-up: endless, deterministic.
+    def demonstrations(self, start: int = 0) -> Iterator[tuple[str | list[Message], str]]:
+        """Yield (prompt, response text without EOS) for a supervised warm-up: endless, deterministic.
 
         What they teach is the environment's choice; the demo's teach the format and nothing of the task. Optional: only
         a run with a warm-up (`training.warmup_sft_steps`) asks, and NotImplementedError then ends it.
         """
         raise NotImplementedError(f"{type(self).__name__} has no demonstrations: set training.warmup_sft_steps to 0")
+
+
+E = TypeVar("E", bound=Env)
+
+
+def variant(cls: type[E], summary: str, **defaults: str) -> type[E]:
+    """A subclass with other defaults and a summary of its own: what `parametrised` returns for `name:parameter`."""
+    fields = [(name, str, value) for name, value in defaults.items()]
+    made = msgspec.defstruct(cls.__name__, fields, bases=(cls,), module=cls.__module__, kw_only=True)
+    made.__doc__ = summary
+    return made  # type: ignore[return-value]
 
 
 def seeded(*key: int | str) -> random.Random:
@@ -223,7 +234,7 @@ class Conversation:
 
     def extend(self, messages: list[Message]) -> None:
         """Answer the last turn with several messages, by the chat template."""
-        last = self._parts[-1].token_ids if self._parts else []
+        last = self._parts[-1].token_ids if self._parts else np.zeros(0, np.int32)
         after = int(last[-1]) if len(last) else None
         text = "\n".join(message["content"] for message in messages)
         self.observe_ids(self._generate.encode_turn(messages, after=after), text=text)

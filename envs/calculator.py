@@ -14,7 +14,7 @@ from asyncrl.env import Conversation, Env, Generate, seeded
 from asyncrl.registry import register_env
 from asyncrl.rewards.answers import calculate, tagged
 from asyncrl.rewards.math import number
-from asyncrl.types import Episode, Prompt
+from asyncrl.types import Episode, Message, Prompt
 
 INSTRUCTION = (
     "You have a calculator: write <calc>expression</calc> with + - * / and parentheses, and stop; its result comes in "
@@ -68,7 +68,7 @@ class Calculator(Env):
     def reference(self, prompt: Prompt) -> list[str]:
         return [f"<calc>{prompt.metadata['expression']}</calc>", f"<answer>{prompt.target}</answer>"]
 
-    def demonstrations(self, start: int = 0) -> Iterator[tuple[list, str]]:
+    def demonstrations(self, start: int = 0) -> Iterator[tuple[str | list[Message], str]]:
         for prompt in self.prompts(start):  # a call for another problem: the format alone
             other = next(self.prompts(prompt.id + 7)).metadata["expression"]
             yield prompt.prompt, f"<calc>{other}</calc>"

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from asyncrl.env import Conversation, Env, Generate
+from asyncrl.env import Conversation, Env, Generate, variant
 from asyncrl.extras import require
 from asyncrl.registry import register_env
 from asyncrl.rewards.answers import find, last_number, without_thinking
@@ -44,9 +44,7 @@ class Gymnasium(Env):
     @classmethod
     def parametrised(cls, id: str) -> type[Gymnasium]:
         """The class for one environment."""
-        made = msgspec.defstruct("Gymnasium", [("id", str, id)], bases=(cls,), module=__name__, kw_only=True)
-        made.__doc__ = f"The gymnasium environment {id}."
-        return made
+        return variant(cls, f"The gymnasium environment {id}.", id=id)
 
     def prompts(self, start: int = 0) -> Iterator[Prompt]:
         for index in count(start):

@@ -42,7 +42,7 @@ class Mixture(Env):
             weights[field] = weight
         made = msgspec.defstruct("Mixture", fields, bases=(cls,), namespace={"weights": weights}, kw_only=True)
         made.__doc__ = f"A mixture of {text}."
-        return made
+        return made  # type: ignore[return-value]
 
     def __post_init__(self) -> None:
         if not self.weights:

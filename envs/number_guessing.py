@@ -54,7 +54,8 @@ class NumberGuessing(Env):
 
     def reference(self, prompt: Prompt) -> list[str]:
         """Bisection."""
-        low, high, guesses = 1, self.largest, []
+        guesses: list[int] = []
+        low, high = 1, self.largest
         while not guesses or guesses[-1] != prompt.target:
             guesses.append((low + high) // 2)
             low, high = (guesses[-1] + 1, high) if guesses[-1] < prompt.target else (low, guesses[-1] - 1)

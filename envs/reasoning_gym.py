@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from asyncrl.env import Env
+from asyncrl.env import Env, variant
 from asyncrl.extras import require
 from asyncrl.registry import register_env
 from asyncrl.rewards.answers import find
@@ -45,9 +45,7 @@ class ReasoningGym(Env):
     @classmethod
     def parametrised(cls, task: str) -> type[ReasoningGym]:
         """The class for one task."""
-        made = msgspec.defstruct("ReasoningGym", [("task", str, task)], bases=(cls,), module=__name__, kw_only=True)
-        made.__doc__ = f"The task {task} of reasoning-gym."
-        return made
+        return variant(cls, f"The task {task} of reasoning-gym.", task=task)
 
     def prompts(self, start: int = 0) -> Iterator[Prompt]:
         for index in count(start):

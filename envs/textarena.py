@@ -12,9 +12,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any, ClassVar
 
-import msgspec
-
-from asyncrl.env import Conversation, Env, Generate
+from asyncrl.env import Conversation, Env, Generate, variant
 from asyncrl.extras import require
 from asyncrl.registry import register_env
 from asyncrl.types import Episode, Message, Prompt
@@ -36,9 +34,7 @@ class TextArena(Env):
     @classmethod
     def parametrised(cls, id: str) -> type[TextArena]:
         """The class for one game."""
-        made = msgspec.defstruct("TextArena", [("id", str, id)], bases=(cls,), module=__name__, kw_only=True)
-        made.__doc__ = f"The TextArena game {id}."
-        return made
+        return variant(cls, f"The TextArena game {id}.", id=id)
 
     def prompts(self, start: int = 0) -> Iterator[Prompt]:
         for index in count(start):

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from asyncrl.endpoint import Endpoint
-from asyncrl.env import Env, Generate, seeded
+from asyncrl.env import Env, Generate, seeded, variant
 from asyncrl.extras import require
 from asyncrl.registry import register_env
 from asyncrl.types import Episode, Message, Prompt
@@ -60,9 +60,7 @@ class Verifiers(Env):
     @classmethod
     def parametrised(cls, id: str) -> type[Verifiers]:
         """The class for one taskset."""
-        made = msgspec.defstruct("Verifiers", [("id", str, id)], bases=(cls,), module=__name__, kw_only=True)
-        made.__doc__ = f"The verifiers environment {id}."
-        return made
+        return variant(cls, f"The verifiers environment {id}.", id=id)
 
     def prompts(self, start: int = 0) -> Iterator[Prompt]:
         size = len(self._tasks)

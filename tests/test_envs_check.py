@@ -137,3 +137,30 @@ def test_calls_of_the_tool_are_trained_and_its_results_are_not() -> None:
     assert (np.diff(np.flatnonzero(episode.loss_mask)) > 1).sum() == 1  # two spoken runs, one shown between them
     assert episode.rewards == {"correct": 1.0, "tool": 0.5}
     assert episode.metadata["calls"] == 1
+
+
+def test_a_group_level_reward_sees_all_siblings(tmp_path: Path) -> None:
+    from asyncrl.scripted import play
+
+    path = tmp_path / "ranked.py"
+    path.write_text(
+        HEAD
+        + textwrap.dedent("""
+        class Mine(Good):
+            def score_group(self, episodes, prompt):
+                texts = [e.text for e in episodes]
+                for e in episodes:
+                    e.rewards = {"right": e.reward, "rare": 1 / texts.count(e.text)}
+                    e.reward = sum(e.rewards.values())
+                return episodes
+        """)
+    )
+    env = ENVS.get(f"{path}:Mine")()
+    prompt = next(env.prompts())
+
+    async def group() -> list[float]:
+        played = [await play(env, prompt, text) for text in ("t", "a", "a")]
+        return [e.reward for e in env.score_group([e for _, e in played], prompt)]
+
+    assert asyncio.run(group()) == [2.0, 0.5, 0.5]
+    assert check(f"{path}:Mine").findings[-1].text == "score_group returns every sibling"

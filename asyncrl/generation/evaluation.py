@@ -173,7 +173,7 @@ def _powers(n: int) -> list[int]:
     return powers if powers[-1] == n else [*powers, n]
 
 
-def _estimate(values: Iterable[float]) -> Estimate:
+def _estimate(values: Iterable[float | np.floating]) -> Estimate:
     array = np.asarray(list(values), dtype=np.float64)
     if len(set(array.tolist())) == 1 and array[0] in (0.0, 1.0):  # all wrong or all right: the rule of three
         return Estimate(float(array[0]), min(1.0, 3.0 / len(array)))

@@ -20,7 +20,7 @@ import sys
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 1, 38, 22, 2
 LOAD_WORD, JUMP_EQUAL, JUMP_AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | 1  # EPERM
-SYSTEM_CALLS = ("socket", "socketpair", "connect", "kill", "tkill", "pidfd_send_signal", "ptrace")
+SYSTEM_CALLS: tuple[str, ...] = ("socket", "socketpair", "connect", "kill", "tkill", "pidfd_send_signal", "ptrace")
 SYSTEM_CALLS += (
     "process_vm_readv",
     "process_vm_writev",

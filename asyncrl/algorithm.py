@@ -105,6 +105,8 @@ class Algorithm(msgspec.Struct, kw_only=True):
     """icepop, veto and the masks: upper end of the band."""
     opsm_divergence: float | None = None
     """opsm: mean log(mu / theta) above which a response with A < 0 is rejected."""
+    fade_half_life: float | None = None
+    """fade: versions after which a token with A < 0 counts half."""
     age_tightening: float = 0.0
     """a > 0: a bound c of the correction becomes c^(1 / (1 + a * lag)) for a token of that lag."""
     self_normalise: bool = False

@@ -144,4 +144,13 @@ SECOND_ROUND: dict[str, Algorithm] = {
     "m2po, faded 1": Faded(objective="m2po"),
     "delightful, faded 1": Faded(objective="delightful"),
 }
-CANDIDATES = FIRST_ROUND | SECOND_ROUND
+THIRD_ROUND: dict[str, Algorithm] = {
+    "fade, half-life 2": Algorithm(objective="reinforce", correction="fade", fade_half_life=2.0),
+    "fade, half-life 4": Algorithm(objective="reinforce", correction="fade", fade_half_life=4.0),
+    "dapo + fade": Algorithm(correction="fade"),
+    "cispo + fade": Algorithm(objective="cispo", correction="fade"),
+    "m2po + fade": Algorithm(objective="m2po", correction="fade"),
+    "dppo + fade": Algorithm(objective="dppo_tv", correction="fade"),
+    "topr + fade": Algorithm(objective="topr", correction="fade"),
+}
+CANDIDATES = FIRST_ROUND | SECOND_ROUND | THIRD_ROUND

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from candidates import CANDIDATES, SECOND_ROUND
+from candidates import CANDIDATES, THIRD_ROUND
 from reversal import Cell, Stack, Task
 
 from asyncrl.algorithm import Algorithm
@@ -48,10 +48,14 @@ CONTENDERS: dict[str, tuple[str, dict]] = {
     "topr": ("topr", {}),
     "vespo": ("vespo", {}),
     "delightful": ("delightful", {}),
+    "fade": ("fade", {}),
     "decoupled_ppo": ("decoupled_ppo", {}),
     "decoupled, interpolated": ("decoupled_ppo", {"anchor": "interpolated"}),
 }
 """Label -> algorithm and keys. `dynamic_sampling` never acts here: groups of equal rewards stay, with advantage 0."""
+
+
+QUICK = ["reinforce, uncorrected", "reinforce + token_tis", "dapo", "delightful", "fade"]
 
 
 def make_algorithm(label: str) -> Algorithm:
@@ -234,7 +238,9 @@ def write(cells: list[Cell], curves: dict[str, np.ndarray], final: np.ndarray, f
 def parse() -> argparse.Namespace:
     """The command line; `--quick` is a small corner of the grid."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="four algorithms, D 0 and 16, two seeds, one rate")
+    parser.add_argument(
+        "--quick", action="store_true", help="a few algorithms on a shorter task: D 0 and 16, two seeds, one rate"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, help="folder for results.jsonl, curves.npz and staleness.png")
     parser.add_argument(
@@ -253,11 +259,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="start no further runs after this time")
     options = parser.parse_args()
     if options.quick:
-        options.algorithms = options.algorithms or ["reinforce + token_tis", "dapo", "cispo", "dppo"]
-        options.rewards, options.depths, options.lrs = ["exact"], [0, 16], [2e-3]
-        options.seeds, options.steps, options.prompts = 2, 120, 16
+        options.algorithms = options.algorithms or QUICK
+        options.rewards, options.depths, options.lrs = ["exact"], [0, 16], [4e-3]
+        options.seeds, options.steps = 2, 160
+        options.symbols, options.length, options.prompts = 4, 2, 8
     options.task = Task(symbols=options.symbols, length=options.length, prompts=options.prompts)
-    options.algorithms = options.algorithms or list(SECOND_ROUND if options.candidates else CONTENDERS)
+    options.algorithms = options.algorithms or list(THIRD_ROUND if options.candidates else CONTENDERS)
     return options
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -46,12 +47,10 @@ def random_sequences(seed: int, *, num: int = 5, spread: float = 0.4, longest: i
     return [one() for _ in range(num)]
 
 
-def on_policy(sequences: list[Sequence]) -> list[Sequence]:
-    """The same with theta = prox = mu = ref."""
+def on_policy(sequences: list[Sequence], *, fresh: bool = False) -> list[Sequence]:
+    """The same with theta = prox = mu = ref; `fresh`: and with lag 0."""
     return [
-        Sequence(
-            theta=s.theta, mu=s.theta, prox=s.theta, ref=s.theta, lags=s.lags, advantage=s.advantage, reward=s.reward
-        )
+        replace(s, mu=s.theta, prox=s.theta, ref=s.theta, lags=[0] * len(s.lags) if fresh else s.lags)
         for s in sequences
     ]
 

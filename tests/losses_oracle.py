@@ -159,6 +159,8 @@ def correction(choice: Choice, s: Sequence, t: int) -> float:
     if name == "opsm":
         drift = sum(clamp(q - p) for p, q in zip(s.theta, s.mu, strict=True)) / len(s.mu)
         return 0.0 if s.advantage < 0 and drift > get("opsm_divergence", 0.5) * oldest else 1.0
+    if name == "fade":
+        return 2 ** (-s.lags[t] / get("fade_half_life", 1.0)) if s.advantage < 0 else 1.0
     raise AssertionError(name)
 
 

@@ -69,6 +69,7 @@ STAGES = {
     "topr": ("group_mean", "topr", "sequence_sum", {"topr_level": "sequence"}),
     "vespo": ("group_norm", "vespo", "token_mean", {}),
     "delightful": ("group_norm", "delightful", "token_mean", {"eta": 1.0}),
+    "fade": ("group_norm", "reinforce", "token_mean", {"correction": "fade", "fade_half_life": 1.0}),
     "decoupled_ppo": (
         "group_norm", "ppo_clip", "token_mean", {"anchor": "proximal", "correction": "icepop", "correction_high": 5.0},
     ),
@@ -86,7 +87,7 @@ def test_presets_choose_the_stages_of_their_papers(name):
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"delightful", "grpo"}))
 def test_on_fresh_data_a_preset_has_the_reinforce_gradient(name):
     algo = make(name)
-    logprobs_T, batch = make_batch(on_policy(random_sequences(0)), algo.aggregation)
+    logprobs_T, batch = make_batch(on_policy(random_sequences(0), fresh=algo.correction == "fade"), algo.aggregation)
     _, gradient_T = loss_and_gradient(algo, logprobs_T, batch)
     torch.testing.assert_close(gradient_T, -batch.advantages_T * batch.weights_T)
 
@@ -121,7 +122,7 @@ def test_the_table_has_a_row_for_each_with_its_paper():
     assert set(NAMES) <= set(rows)
     assert rows["dapo"]["trust region"] == "ratio of a token in [0.8, 1.28]"
     assert rows["reinforce"]["trust region"] == "none: weight at most 2"
-    assert all(rows[name]["paper"].startswith("arXiv:") for name in set(STAGES) - {"reinforce"})
+    assert all(rows[name]["paper"].startswith("arXiv:") for name in set(STAGES) - {"reinforce", "fade"})
     assert set(rows["dapo"]) == {"name", "objective", "advantages", "aggregation", "trust region", "paper"}
 
 

@@ -33,7 +33,7 @@ SEEDS = st.integers(0, 10**6)
 @settings(max_examples=2, deadline=None)
 @given(seed=SEEDS)
 def test_on_fresh_data_every_objective_is_reinforce(objective, correction, anchor, seed):
-    sequences = on_policy(random_sequences(seed))
+    sequences = on_policy(random_sequences(seed), fresh=correction == "fade")
     for aggregation in AGGREGATIONS:
         choice = Choice(objective=objective, correction=correction, anchor=anchor, aggregation=aggregation)
         choice.self_normalise = correction in WEIGHTS
@@ -53,7 +53,9 @@ def test_delightful_on_fresh_data_is_reinforce_times_its_gate():
 @settings(max_examples=5, deadline=None)
 @given(seed=SEEDS)
 def test_on_fresh_data_every_correction_weighs_exactly_one(correction, seed):
-    logprobs_T, batch = make_batch(on_policy(random_sequences(seed)), "token_mean", dtype=torch.float32)
+    logprobs_T, batch = make_batch(
+        on_policy(random_sequences(seed), fresh=correction == "fade"), "token_mean", dtype=torch.float32
+    )
     algo = Algorithm(objective="reinforce", correction=correction, age_tightening=0.5)
     tokens = pipeline.make_tokens(algo, logprobs_T, batch)
     assert torch.equal(pipeline.correction(algo, tokens), torch.ones_like(logprobs_T))
@@ -162,6 +164,7 @@ def test_rejected_tokens_keep_their_place_in_the_denominator(correction):
     stale = on_policy(random_sequences(8, num=3))
     for sequence in stale:
         sequence.theta, sequence.advantage = [v - 15 for v in sequence.mu], -1.0
+        sequence.lags = [40] * len(sequence.lags)
     algo = Algorithm(objective="reinforce", correction=correction)
     _, alone_T = loss_and_gradient(algo, *make_batch(fresh, "token_mean"))
     _, both_T = loss_and_gradient(algo, *make_batch(fresh + stale, "token_mean"))

@@ -43,7 +43,7 @@ def test_there_are_combinations_to_test():
 def test_stages_equal_the_loops(objective, correction, anchor, seed, spread, tightening, normalise):
     sequences = random_sequences(seed, spread=spread)
     choice = Choice(objective=objective, correction=correction, anchor=anchor)
-    choice.age_tightening = tightening if correction != "none" else 0.0
+    choice.age_tightening = tightening if correction not in ("none", "fade") else 0.0
     choice.self_normalise = normalise and correction in WEIGHTS
     for aggregation in AGGREGATIONS:
         agree(replace(choice, aggregation=aggregation), sequences)
@@ -77,6 +77,7 @@ CORRECTION_BOUNDS = {
     "geometric_mask": {"correction_low": st.floats(0, 1), "correction_high": st.floats(1, 3)},
     "veto": {"correction_low": st.floats(0, 1), "correction_high": st.floats(1, 9)},
     "opsm": {"opsm_divergence": st.floats(0, 1)},
+    "fade": {"fade_half_life": st.floats(0.1, 9)},
 }
 
 

@@ -135,8 +135,11 @@ def _unused(algo: Algorithm) -> Iterator[str]:
         for key in changed:
             yield f"algo.{key} has no effect: {type(algo).__name__} defines a loss of its own; leave it out"
         return
-    if algo.correction == "none" and algo.age_tightening:
-        yield "algo.age_tightening tightens a correction, and there is none: set --algo.correction token_tis"
+    if algo.correction in ("none", "fade") and algo.age_tightening:
+        yield (
+            f"algo.age_tightening tightens a correction's bound, and correction {algo.correction!r} has none: set "
+            "--algo.correction token_tis"
+        )
     if algo.self_normalise and algo.correction not in WEIGHTS:
         yield (
             f"algo.self_normalise divides weights by their mean, and correction {algo.correction!r} gives no weights: "
@@ -240,7 +243,7 @@ _AT_LEAST = {
     "overlong_buffer": 0,
     "overlong_penalty": 0.0,
 }
-_ABOVE_ZERO = ("temperature", "tau_positive", "tau_negative", "eta", "ess_lr")
+_ABOVE_ZERO = ("temperature", "tau_positive", "tau_negative", "eta", "ess_lr", "fade_half_life")
 
 
 def _ranges(algo: Algorithm) -> Iterator[str]:

@@ -6,7 +6,7 @@ reject responses of an objective whose ratio is w already; multiplying such a on
 refused by `checks.py`. Rejected tokens stay in the denominator of the aggregation.
 
 Each bound can tighten with a token's age: `age_tightening` a turns a bound c into c^(1 / (1 + a * lag)).
-At theta = prox = mu every weight is exactly 1.
+At theta = prox = mu every weight is exactly 1; that of `fade`, which reads ages alone, at lag 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CorrectionName = Literal[
-    "none", "token_tis", "sequence_tis", "icepop", "sequence_mask", "geometric_mask", "veto", "opsm"
+    "none", "token_tis", "sequence_tis", "icepop", "sequence_mask", "geometric_mask", "veto", "opsm", "fade"
 ]
 
 
@@ -70,8 +70,17 @@ def opsm(t: Tokens, *, opsm_divergence: float = 0.5) -> Tensor:
     return 1.0 - rejected_T.to(t.log_stale_T.dtype)
 
 
+def fade(t: Tokens, *, fade_half_life: float = 1.0) -> Tensor:
+    """2^(-lag / half_life) where A < 0, 1 elsewhere: stale failures fade, successes may be imitated at any age.
+
+    It goes by age and not by drift, so that it acts before the ratio shows any. Ours: docs/staleness.md.
+    """
+    kept_T = 0.5 ** (t.lags_T.to(t.log_stale_T.dtype) / fade_half_life)
+    return kept_T.where(t.advantages_T < 0, kept_T.new_ones(()))
+
+
 CORRECTIONS: dict[str, Callable[..., Tensor]] = {
-    f.__name__: f for f in (token_tis, sequence_tis, icepop, sequence_mask, geometric_mask, veto, opsm)
+    f.__name__: f for f in (token_tis, sequence_tis, icepop, sequence_mask, geometric_mask, veto, opsm, fade)
 }
 WEIGHTS = frozenset({"token_tis", "sequence_tis", "icepop"})
 """Corrections that multiply by a ratio; the others only reject."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.types import Message
@@ -26,7 +27,7 @@ PLAIN_TEMPLATE = (
 """For models without a template (base models): `User: ...`, a line each, then `Assistant:`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Chat:
     """How one model is talked to. Raises ValueError at construction when its tokenizer cannot work."""
 
@@ -63,7 +64,7 @@ class Chat:
         pad = self.tokenizer.pad_token_id
         return self.tokenizer.eos_token_id if pad is None else pad
 
-    @property
+    @cached_property
     def stop_ids(self) -> tuple[int, ...]:
         """Tokens that end a reply: EOS, and the template's own end of turn where that is another token."""
         end = self._ids(self._after_reply([], reply_next=False))[:1]
@@ -95,7 +96,13 @@ class Chat:
         return following
 
     def _is_special(self, token: int) -> bool:
-        return token in self.tokenizer.all_special_ids
+        return token in self._special
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        """Named special tokens, and those that only the tokenizer's file marks as special."""
+        added = self.tokenizer.added_tokens_decoder
+        return frozenset([*self.tokenizer.all_special_ids, *(token for token, how in added.items() if how.special)])
 
     def _with_system(self, messages: Sequence[Message]) -> list[Message]:
         if self.system_prompt is None or any(m["role"] == "system" for m in messages):

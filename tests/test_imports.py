@@ -20,6 +20,7 @@ TOP = {
     "plot",
     "doctor",
     "summary",
+    "evaluate",
 }
 MAY_USE = {
     "replay": set(),

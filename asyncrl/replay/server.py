@@ -19,6 +19,7 @@ import zmq
 
 from asyncrl.config import Config
 from asyncrl.curriculum import Curriculum
+from asyncrl.hosts import reachable
 from asyncrl.replay import wire
 from asyncrl.replay.buffer import Buffer
 from asyncrl.replay.journal import Journal
@@ -139,7 +140,7 @@ def serve(run: Any, stop_event: StopEvent) -> None:
     run_dir = Path(config.run_dir or ".")
     server = open_server(run, bind=_former_address(run_dir, config.replay.bind))
     try:
-        write_address(run_dir, server.address)
+        write_address(run_dir, reachable(server.address))
         server.run(stop_event)
     finally:
         server.close()

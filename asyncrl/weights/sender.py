@@ -7,13 +7,13 @@ step. It never gathers before all ranks have agreed on the plan.
 
 from __future__ import annotations
 
-import socket
 import time
 
 import torch
 from torch import Tensor
 
 from asyncrl.config import WeightsConfig
+from asyncrl.hosts import reachable
 from asyncrl.replay.keys import CurveKeys
 from asyncrl.weights.checksums import checksum
 from asyncrl.weights.control import Control
@@ -130,7 +130,7 @@ class WeightSender:
     def _conduct(self, curve: CurveKeys | None) -> Conductor:
         config = self._config
         control = Control(config.bind, timeout_s=config.timeout_s, curve=curve)
-        self._advertised = _reachable(control.address)
+        self._advertised = reachable(control.address)
         host = self._advertised.removeprefix("tcp://").rsplit(":", 1)[0].strip("[]")
         return Conductor(
             control=control,
@@ -151,11 +151,3 @@ class WeightSender:
             prepare_s=t.prepare_s, join_s=t.join_s, wire_s=t.wire_s, load_s=t.load_s, commit_s=t.commit_s,
             pause_s=t.pause_s,
         )  # fmt: skip
-
-
-def _reachable(address: str) -> str:
-    """The address as others can use it: a wildcard is replaced by this machine's own address."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if host in ("0.0.0.0", "*", "[::]"):
-        host = socket.gethostbyname(socket.gethostname())
-    return f"tcp://{host}:{port}"

@@ -1,0 +1,52 @@
+"""The roles without the launcher, as a cluster starts them: each by itself, the trainer's ranks under torchrun."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.hosts import own_address, reachable
+from asyncrl.metrics import read_rows
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.slow
+def test_roles_started_one_by_one_make_the_same_run(tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    keys = ["--training.steps", "2", "--training.warmup-sft-steps", "2", "--training.batch-size", "4"]
+    keys += ["--algo.dynamic-sampling", "false", "--checkpoint.every", "0", "--run-dir", str(run_dir)]
+    asyncrl = [sys.executable, "-m", "asyncrl", "train"]
+    config = subprocess.run([*asyncrl, *keys, "--dry-run"], capture_output=True, text=True, check=True).stdout
+    (run_dir / "config.yaml").write_text(config)
+
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    role = [*asyncrl, "--run-dir", str(run_dir), "--role"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "asyncrl"]
+    server = subprocess.Popen([*role, "replay"], env=env)
+    generator = subprocess.Popen([*role, "generator", "--index", "0"], env=env)
+    try:
+        trainer = subprocess.run([*torchrun, *role[3:], "trainer"], env=env, timeout=200, check=False)
+        assert trainer.returncode == 0
+        assert generator.wait(30) == 0
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0
+    finally:
+        server.kill()
+        generator.kill()
+    rows = [row for row in read_rows(run_dir) if row["step"]]
+    assert [(row["step"], row["ledger/balance"]) for row in rows] == [(1, 0), (2, 0)]
+
+
+def test_the_script_for_slurm_is_a_script():
+    subprocess.run(["bash", "-n", str(ROOT / "examples/slurm/train.sbatch")], check=True)
+
+
+def test_a_wildcard_address_is_told_to_others_as_one_they_can_reach():
+    assert reachable("tcp://127.0.0.1:5") == "tcp://127.0.0.1:5"
+    assert reachable("tcp://0.0.0.0:5") == f"tcp://{own_address()}:5"
+    assert "0.0.0.0" not in reachable("tcp://0.0.0.0:5")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from replay_helpers import lease_all, make_buffer, make_parcel
 
-from asyncrl.replay.buffer import MAX_ATTEMPTS, Buffer, StalenessExceeded
+from asyncrl.replay.buffer import MAX_ATTEMPTS, Buffer
 from asyncrl.replay.ledger import EndlessRejection
+from asyncrl.replay.staleness import StalenessExceeded
 from asyncrl.types import NOT_SAMPLED
 
 

@@ -25,6 +25,7 @@ from asyncrl.replay.limiter import Limits
 from asyncrl.replay.line import Changes, Line, Seat
 from asyncrl.replay.parcel import Parcel
 from asyncrl.replay.samplers import Sampler, oldest_first
+from asyncrl.replay.staleness import refuse_too_old
 from asyncrl.types import NOT_SAMPLED, Prompt
 
 AGAIN = frozenset({"aborted", "expired"})
@@ -34,10 +35,6 @@ TAKES_KEPT = 2
 """Steps whose groups can be asked for again: the trainer may retry one while it prefetches the next."""
 LEASES_REMEMBERED = 4096
 """Used-up leases whose insert is still answered with yes when it is repeated."""
-
-
-class StalenessExceeded(RuntimeError):
-    """A group about to be trained is older than max_lag: an invariant between processes broke."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -222,7 +219,7 @@ class Buffer:
         if seats is None:
             return [] if self.ended else None
         for seat in seats:
-            self._check_age(seat, version)
+            refuse_too_old(seat, version=version, max_lag=self.limits.max_lag)
         return self._consume(seats, step)
 
     @property
@@ -339,21 +336,6 @@ class Buffer:
         if len(self.buffered) < limits.batch_size:
             return None
         return self.line.choose(step=step, num_groups=limits.batch_size, window=limits.window, sampler=self.sampler)
-
-    def _check_age(self, seat: Seat, version: int) -> None:
-        parcel = seat.parcel
-        assert parcel is not None
-        if parcel.newest_version > version and not seat.rewound:
-            raise StalenessExceeded(
-                f"group of prompt {seat.prompt.id} has tokens of version {parcel.newest_version}, but the trainer has "
-                f"version {version} only"
-            )
-        lag = version - parcel.oldest_version if parcel.oldest_version != NOT_SAMPLED else 0
-        if lag > self.limits.max_lag:
-            raise StalenessExceeded(
-                f"group of prompt {seat.prompt.id} was sampled at version {parcel.oldest_version}, {lag} versions "
-                f"before the trainer's {version}; max_lag is {self.limits.max_lag}"
-            )
 
     def _consume(self, seats: list[Seat], step: int) -> list[Parcel]:
         parcels = [seat.parcel for seat in seats if seat.parcel is not None]

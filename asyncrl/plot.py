@@ -76,7 +76,7 @@ def _lines(axes: Any, rows: list[Row], names: dict[str, str], title: str) -> boo
     for name, label in names.items():
         steps, values = column(rows, name)
         if values:
-            axes.plot(steps, values, label=label, linewidth=1.4)
+            axes.plot(steps, values, label=label, linewidth=1.4, marker="o" if len(values) < len(rows) / 2 else None)
             drawn = True
     axes.set_title(title, loc="left")
     axes.set_xlabel("step")
@@ -88,7 +88,9 @@ def _lines(axes: Any, rows: list[Row], names: dict[str, str], title: str) -> boo
 
 def _reward(figure: Any, rows: list[Row]) -> bool:
     axes = figure.add_subplot()
-    return _lines(axes, rows, {"reward/mean": "training reward", "eval/reward": "evaluation"}, "Reward")
+    evaluated = sorted({k for r in rows for k in r if k.startswith(("eval/avg@", "eval/pass@")) and "_" not in k})
+    names = {"reward/mean": "training"} | {k: k.removeprefix("eval/") for k in evaluated}
+    return _lines(axes, rows, names, "Reward")
 
 
 def _staleness(figure: Any, rows: list[Row]) -> bool:

@@ -128,13 +128,12 @@ def broadcast(store: Any, command: dict, rank: int, device: str, tensors: dict[s
     seconds = []
     for _ in range(command["repeats"] + WARM_UP):
         wire.start(torch.zeros(16, dtype=torch.uint8, device=buffer_device(spec, place)))  # both are here
-        wire.wait(watch)
+        wire.drain(watch)
         synchronize(place)
         began = time.perf_counter()
         for piece in pieces:
             wire.start(piece)
-        while wire.in_flight:
-            wire.wait(watch)
+        wire.drain(watch)
         synchronize(place)
         seconds.append(time.perf_counter() - began)
     wire.close()

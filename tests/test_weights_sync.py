@@ -135,6 +135,14 @@ def test_every_kind_of_tensor_arrives_from_three_ranks_at_two_generators(world):
     assert world.newcomers() == 0
 
 
+def test_an_engine_of_two_ranks_and_one_of_one_share_a_broadcast(world):
+    world.train(ranks=1)
+    wide, narrow = world.generator(0, ranks=2), world.generator(1)
+    for version in (0, 1):
+        assert world.publish(version).receivers == 2
+        assert wide.held() == narrow.held() == served(version)
+
+
 def test_with_nobody_there_publish_returns_at_once(world):
     world.train(ranks=2)
     report = world.publish(3)

@@ -140,9 +140,10 @@ class Holder:
     """An engine that holds tensors. A token it samples is the version it was sampled from."""
 
     def __init__(self, fault, device):
-        self.version, self.num_weight_ranks = -1, 1
+        self.version, self.num_weight_ranks = -1, fault.get("ranks", 1)
         self.held, self._staged = {}, {}
-        self._receiver, self._fault, self._device = Receiver(), fault, device
+        self._receivers = [Receiver() for _ in range(self.num_weight_ranks)]
+        self._fault, self._device = fault, device
         self.discarded = 0
 
     async def start(self):
@@ -155,11 +156,16 @@ class Holder:
 
     async def join_weights(self, spec):
         self._happen("join")
-        await asyncio.to_thread(self._receiver.join, spec, 0, self._device)
+        joining = (asyncio.to_thread(r.join, spec, i, self._device) for i, r in enumerate(self._receivers))
+        await asyncio.gather(*joining)
 
     async def receive_weights(self, plan):
         self._staged = {}
-        return await asyncio.to_thread(self._receiver.receive, plan, self._load)
+        first, *others = await asyncio.gather(
+            *(asyncio.to_thread(receiver.receive, plan, self._load) for receiver in self._receivers)
+        )
+        assert all(sums == first for sums in others)
+        return first
 
     async def commit_weights(self, version):
         self._happen("commit")
@@ -173,7 +179,8 @@ class Holder:
         return {"tokens": 0.0, "requests": 0.0, "busy_s": 0.0, "pause_s": 0.0}
 
     async def close(self):
-        self._receiver.leave()
+        for receiver in self._receivers:
+            receiver.leave()
 
     def _load(self, tensors):
         for name, tensor in tensors:

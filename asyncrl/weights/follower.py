@@ -27,6 +27,7 @@ from asyncrl.weights.messages import (
     FailedStage,
     Go,
     Hello,
+    JoinSpec,
     Prepare,
     Ready,
     Received,
@@ -88,7 +89,7 @@ class _Follower:
         self._engine, self._index, self._incarnation = engine, index, incarnation
         self._config, self._on_version = config, on_version
         self._prepared: Prepare | None = None
-        self._joined: int | None = None  # generation of the group that the engine is in
+        self._joined: JoinSpec | None = None  # the group that the engine is in
         self._checksums: list[int] | None = None
         self._receive_s = self._pause_before_s = 0.0
         self._failures = 0
@@ -130,11 +131,11 @@ class _Follower:
         if prepared is None or prepared.version != version:
             await self._fail(version, "prepare", "was told to go without having been prepared")
             return
-        if self._joined != prepared.spec.generation:
+        if self._joined != prepared.spec:
             self._joined = None
             if not await self._attempt(version, "join", self._engine.join_weights(prepared.spec)):
                 return
-            self._joined = prepared.spec.generation
+            self._joined = prepared.spec
         self._pause_before_s, began = self._engine.activity()["pause_s"], time.perf_counter()
         self.pending = True
         if await self._attempt(version, "load", self._receive(prepared)):

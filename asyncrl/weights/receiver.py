@@ -71,7 +71,7 @@ class Receiver:
             self._wire.start(buffers[index][: cut[index].nbytes])
         for index, bucket in enumerate(cut):
             buffer = buffers[index % len(buffers)][: bucket.nbytes]
-            self._wire.wait(self._watch)
+            self._wire.order(self._watch)
             if tensors := assembler.take(bucket, buffer):
                 load(tensors)
             if plan.checksum:  # after the load, so that a buffer overwritten too early shows as well
@@ -79,6 +79,7 @@ class Receiver:
             later = index + len(buffers)
             if later < len(cut):
                 self._wire.start(buffers[later % len(buffers)][: cut[later].nbytes])
+        self._wire.drain(self._watch)
         return self._finish(sums)
 
     def leave(self) -> None:

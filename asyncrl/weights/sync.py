@@ -174,10 +174,10 @@ class Sync:
         return open_wire(self._c.store, spec, 0, self._c.device, self._watch)
 
     def free_buffer(self, num_buffers: int) -> None:
-        """Wait until the oldest of `num_buffers` buffers has left; returns at once when the wire is broken."""
+        """What follows comes after the broadcast of the oldest of `num_buffers` buffers, if all are in use."""
         wire = self._wire
         if wire is not None and wire.in_flight >= num_buffers:
-            self._guard(partial(wire.wait, self._watch))
+            self._guard(partial(wire.order, self._watch))
 
     def send(self, buffer: Tensor, checksum: Callable[[Tensor], Tensor] | None) -> None:
         """Start to broadcast one bucket, and take its checksum meanwhile. Does nothing when the wire is broken."""
@@ -215,8 +215,8 @@ class Sync:
     def settle(self) -> None:
         """Wait for what is still on the wire and for every receiver's checksums; commit those that agree, drop those
         that failed, and leave those whose wire another one broke for the next attempt."""
-        while (wire := self._wire) is not None and wire.in_flight:
-            self._guard(partial(wire.wait, self._watch))
+        if self._wire is not None:
+            self._guard(partial(self._wire.drain, self._watch))
         self._collect()
         self.tally.wire_s += time.perf_counter() - self._wire_began
         ours = torch.stack(self._sums).tolist() if self._sums else []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import socket
 import threading
@@ -24,11 +25,17 @@ from torch import Tensor
 
 from asyncrl.weights.messages import JoinSpec
 
+log = logging.getLogger(__name__)
+
 Watch = Callable[[], None]
 """Called between polls; raises WireBroken when there is a reason to stop waiting."""
 
 STORE_POLL_S = 0.05
 """How often a waiting receiver asks whether the sender gave up on the group."""
+
+RUN_AHEAD = 8
+"""Buckets that may be queued on a GPU beyond the last one known to have arrived."""
+ABORT_S = 10.0
 
 NO_TEAR_DOWN = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -119,51 +126,72 @@ def watch_store(store: dist.Store, generation: int) -> Watch:
 
 
 class Wire:
-    """One group, open. Broadcasts are started in order and waited for in order."""
+    """One group, open. Broadcasts are started in order, and made use of in order.
+
+    With nccl the processor runs ahead of the GPU: `order` only makes the current stream wait. It runs RUN_AHEAD buckets
+    ahead at most, so that a member that died is noticed before this process waits for the GPU somewhere unwatched.
+    """
 
     def __init__(self, group: Any, spec: JoinSpec, device: torch.device) -> None:
         self.spec, self.device = spec, device
-        self._group, self._works = group, deque[Any]()
-        self._poll_s = 5e-5 if spec.backend == "nccl" else 5e-4
+        self._group = group
+        self._started, self._ordered = deque[Any](), deque[Any]()
+        self._on_gpu = spec.backend == "nccl"
 
     @property
     def in_flight(self) -> int:
-        """Broadcasts started and not yet waited for."""
-        return len(self._works)
+        """Broadcasts started whose buffers are not yet ours again."""
+        return len(self._started)
 
     def start(self, buffer: Tensor) -> None:
         """Begin to broadcast `buffer` from rank 0, after what the current stream has queued. Raises WireBroken."""
         options = dist.BroadcastOptions()
         options.rootRank, options.asyncOp = 0, True
         try:
-            self._works.append(self._group.broadcast([buffer], options))
+            self._started.append(self._group.broadcast([buffer], options))
         except RuntimeError as error:
             raise WireBroken(f"broadcast did not start: {error}") from error
 
-    def wait(self, watch: Watch) -> None:
-        """Wait for the oldest broadcast in flight; the current stream may then use its buffer. Raises WireBroken."""
-        work, deadline = self._works[0], time.monotonic() + self.spec.timeout_s
-        while not work.is_completed():
-            watch()
-            if time.monotonic() > deadline:
-                raise WireBroken(f"a bucket took longer than {self.spec.timeout_s:g} s")
-            time.sleep(self._poll_s)
+    def order(self, watch: Watch) -> None:
+        """What is queued (gloo: done) from here on comes after the oldest broadcast in flight. Raises WireBroken."""
+        work = self._started.popleft()
+        if not self._on_gpu:
+            self._finish(work, watch)
         try:
             work.wait()
         except RuntimeError as error:
             raise WireBroken(f"broadcast failed: {error}") from error
-        self._works.popleft()
+        if self._on_gpu:
+            self._ordered.append(work)
+        while len(self._ordered) > RUN_AHEAD:
+            self._finish(self._ordered.popleft(), watch)
+
+    def drain(self, watch: Watch) -> None:
+        """Wait until every broadcast has left or arrived. Raises WireBroken."""
+        while self._started:
+            self.order(watch)
+        while self._ordered:
+            self._finish(self._ordered.popleft(), watch)
 
     def close(self) -> None:
-        """Leave the group, abandoning what is in flight. Never blocks: a stuck gloo operation ends by its timeout."""
+        """Leave the group, abandoning what is in flight. Hardly blocks: a stuck gloo operation ends by its timeout."""
         if self._group is None:
             return
-        if self.spec.backend == "nccl":
-            self._group.abort()
-        held = [self._group, *self._works]
+        held = [self._group, *self._started, *self._ordered]
+        if self._on_gpu:
+            _abort(self._group)
         self._group = None
-        self._works.clear()
+        self._started.clear()
+        self._ordered.clear()
         _let_go(held)
+
+    def _finish(self, work: Any, watch: Watch) -> None:
+        deadline = time.monotonic() + self.spec.timeout_s
+        while not work.is_completed():
+            watch()
+            if time.monotonic() > deadline:
+                raise WireBroken(f"a bucket took longer than {self.spec.timeout_s:g} s")
+            time.sleep(5e-5 if self._on_gpu else 5e-4)
 
 
 def open_wire(store: dist.Store, spec: JoinSpec, rank: int, device: torch.device, watch: Watch) -> Wire:
@@ -179,7 +207,7 @@ def open_wire(store: dist.Store, spec: JoinSpec, rank: int, device: torch.device
     wire = Wire(group, spec, device)
     try:
         wire.start(torch.zeros(16, dtype=torch.uint8, device=buffer_device(spec, device)))
-        wire.wait(watch)
+        wire.drain(watch)
     except WireBroken:
         wire.close()
         raise
@@ -273,6 +301,15 @@ def _bounded(build: Callable[[], Any], watch: Watch, deadline: float) -> Any:
     if isinstance(done[0], WireBroken):
         raise done[0]
     return done[0]
+
+
+def _abort(group: Any) -> None:
+    """End NCCL's kernels, also those that wait for a dead peer; not trusted to return."""
+    thread = threading.Thread(target=group.abort, daemon=True, name="weight-group-abort")
+    thread.start()
+    thread.join(ABORT_S)
+    if thread.is_alive():
+        log.warning("NCCL did not abort a weight group within %g s", ABORT_S)
 
 
 def _let_go(held: list[Any]) -> None:

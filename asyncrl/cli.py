@@ -6,6 +6,7 @@ so `asyncrl --help` imports neither torch nor vLLM nor pandas.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ ROLES = ("replay", "generator", "trainer", "sft")
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    if os.getcwd() not in sys.path:  # a user's module beside the command: the processes of a run find it there too
+        sys.path.append(os.getcwd())
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
         if not args.command:

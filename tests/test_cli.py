@@ -126,6 +126,16 @@ def test_a_users_own_algorithm_and_environment_come_in_by_import(capsys, tmp_pat
     assert "--env.size" in out
 
 
+def test_a_module_in_the_working_directory_is_found_by_the_installed_command(tmp_path):
+    (tmp_path / "here_env.py").write_text(
+        "from asyncrl.envs.sort_digits import SortDigits\nclass Here(SortDigits):\n    pass\n"
+    )
+    code = "import sys; sys.path.pop(0); from asyncrl.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "train", "--env", "here_env:Here", "--dry-run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 HEAVY = {"torch", "vllm", "transformers", "matplotlib", "datasets", "wandb", "zmq"}
 LIGHT = [
     ["--help"],

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import zmq
-import zmq.asyncio
 
 from asyncrl.replay import messages, wire
 from asyncrl.replay.keys import CurveKeys, secure_client
@@ -209,7 +208,7 @@ class ReplayClient:
 
     def _try_send(self, frames: list[wire.Frame]) -> bool:
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.Again:  # not connected (yet, or any more)
             return False
         return True
@@ -229,12 +228,12 @@ class AsyncReplayClient:
         self, address: str, *, role: str = "generator", index: int = 0, curve: CurveKeys | None = None
     ) -> None:
         self.address, self._session = address, Session(role, index)
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._socket = _connect(self._context, address, curve)
         self._hello = messages.Hello(pid=os.getpid(), host=socket.gethostname())
         self._inboxes: dict[int, asyncio.Queue[messages.Reply]] = {}
         self._held: set[int] = set()
-        self._reader: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def hello(self) -> Welcome:
         """Say who this is. The first request of a generator."""
@@ -275,8 +274,8 @@ class AsyncReplayClient:
 
     def close(self) -> None:
         """Close the socket at once."""
-        if self._reader is not None:
-            self._reader.cancel()
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
         self._socket.close(linger=200)
         self._context.term()
 
@@ -284,14 +283,15 @@ class AsyncReplayClient:
         self, body: messages.Request, expected: type[M], *, payload: Sequence[wire.Frame] = (), timeout_s: float = inf
     ) -> M:
         """Waits for the reply to one request; unblocked by it, by `timeout_s`, or by SILENCE_S without the server."""
-        if self._reader is None:
-            self._reader = asyncio.create_task(self._read())
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._socket.getsockopt(zmq.FD), self._read)
         exchange = Exchange(self._session, body, payload, timeout_s)
         inbox = self._inboxes[exchange.seq] = asyncio.Queue()
         try:
             while True:
                 wait_s = exchange.wait_s()
-                if exchange.outgoing is not None and await self._try_send(exchange.outgoing):
+                if exchange.outgoing is not None and self._try_send(exchange.outgoing):
                     exchange.outgoing = None
                 try:
                     reply = exchange.hear(await asyncio.wait_for(inbox.get(), wait_s))
@@ -304,17 +304,23 @@ class AsyncReplayClient:
             exchange.end()
             del self._inboxes[exchange.seq]
 
-    async def _try_send(self, frames: list[wire.Frame]) -> bool:
+    def _try_send(self, frames: list[wire.Frame]) -> bool:
         try:
-            await self._socket.send_multipart(frames, zmq.NOBLOCK)
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.Again:  # not connected (yet, or any more)
             return False
+        finally:  # ZeroMQ signals once for all that has come, and sending may have taken the signal
+            assert self._loop is not None
+            self._loop.call_soon(self._read)
         return True
 
-    async def _read(self) -> None:
-        """Consumes replies, for ever; waits for the socket; produces an entry in the inbox of the request concerned."""
-        while True:
-            header, *_ = await self._socket.recv_multipart()
+    def _read(self) -> None:
+        """Put every reply that has come into the inbox of its request."""
+        while not self._socket.closed:
+            try:
+                header = self._socket.recv_multipart(zmq.NOBLOCK)[0]
+            except zmq.Again:
+                return
             try:
                 envelope = wire.unpack_reply(header)
             except ValueError:  # damaged on the way: asking again brings it once more

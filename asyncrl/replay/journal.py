@@ -75,7 +75,8 @@ class Journal:
         self._segments = Segments(folder / "groups", self._used_segments())
         self._places: dict[int, bytes] = {}
         """Places of buffered groups, by position."""
-        self._written = b""
+        self._written, self._steps = b"", {}
+        """Counters and uses by step as they were written last."""
 
     # Writing
 
@@ -94,20 +95,22 @@ class Journal:
                 f"the replay journal cannot be written: {error}; free some space and resume the run, nothing that was "
                 "acknowledged is lost"
             ) from error
-        self._written = counters
+        self._written, self._steps = counters, dict(buffer.uses_by_step)
         changes.clear()
 
     def _write(self, changes: Changes, uses_by_step: dict[int, int], counters: bytes) -> None:
         run = self._db.executemany
         present = [s for s in changes.seats.values() if not s.removed]
-        run(f"insert or replace into seats values ({','.join('?' * 11)})", [self._row(s) for s in present])
-        new = [(s.position, _ENCODER.encode(s.prompt)) for s in present if not s.stored]
-        run("insert or replace into prompts values (?, ?)", new)
-        for seat in present:
-            seat.stored = True
-        self._delete(s.position for s in changes.seats.values() if s.removed)
-        run("insert or replace into used values (?, ?)", changes.uses)
-        run("insert or replace into steps values (?, ?)", list(uses_by_step.items()))
+        run("insert or replace into seats values (?,?,?,?,?,?,?,?,?,?,?)", [self._row(s) for s in present])
+        if new := [s for s in present if not s.stored]:
+            run("insert or replace into prompts values (?, ?)", [(s.position, _ENCODER.encode(s.prompt)) for s in new])
+            for seat in new:
+                seat.stored = True
+        if removed := [s.position for s in changes.seats.values() if s.removed]:
+            self._delete(removed)
+        if uses_by_step != self._steps:
+            run("insert or replace into used values (?, ?)", changes.uses)
+            run("insert or replace into steps values (?, ?)", list(uses_by_step.items()))
         self._db.execute("insert or replace into meta values (0, ?, ?)", (FORMAT, counters))
 
     def _row(self, seat: Seat) -> tuple[Any, ...]:
@@ -187,7 +190,7 @@ class Journal:
                     self._db.execute(f"delete from {table}")
         self._places.clear()
         self._segments.keep(self._used_segments())
-        self._written = b""
+        self._written, self._steps = b"", {}
         return self.restore()[0]
 
     def _undo(self, step: int, uses: int) -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from asyncrl.replay import wire
 
 
@@ -37,8 +35,8 @@ def parcel_of(frames: Sequence[wire.Frame]) -> Parcel:
     """Check the frames of a group and measure it. Raises ValueError."""
     header = wire.check_group(frames)
     oldest, newest = wire.version_range(frames)
-    rewards = np.asarray(header.rewards, np.float64)
-    num_tokens = sum(header.lengths)
+    G, num_tokens = len(header.lengths), sum(header.lengths)
+    reward = sum(header.rewards) / G
     return Parcel(
         frames=frames,
         lease_id=header.lease_id,
@@ -46,7 +44,7 @@ def parcel_of(frames: Sequence[wire.Frame]) -> Parcel:
         nbytes=sum(memoryview(f).nbytes for f in frames),
         oldest_version=oldest,
         newest_version=newest,
-        priority=float(np.abs(rewards - rewards.mean()).mean()),
-        reward=float(rewards.mean()),
-        length=num_tokens / len(header.lengths),
+        priority=sum(abs(r - reward) for r in header.rewards) / G,
+        reward=reward,
+        length=num_tokens / G,
     )

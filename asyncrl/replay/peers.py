@@ -120,5 +120,8 @@ class Peers:
     def alive(self) -> Sequence[Peer]:
         return [p for p in self.generators() if not p.silent]
 
+    def num_alive(self) -> int:
+        return sum(p.role == "generator" and not p.replaced and not p.silent for p in self.known.values())
+
     def remove(self, peer: Peer) -> None:
         self.known.pop(peer.incarnation, None)

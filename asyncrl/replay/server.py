@@ -75,7 +75,7 @@ class Server:
             self.close()
             raise ValueError(f"the replay server cannot listen on {bind}: {error}") from error
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._clock, self._seen = 0.0, time.monotonic()
+        self._clock, self._seen, self._next_tick = 0.0, time.monotonic(), 0.0
 
     def run(self, stop: StopEvent) -> None:
         """Consumes requests; waits for any, at most TURN_S; unblocked by a message; produces replies.
@@ -97,7 +97,10 @@ class Server:
                     break
                 self.service.handle(identity.bytes, cast(list[wire.Frame], frames), now)
             self.service.settle(now)
-            self.service.tick(now)
+            if now >= self._next_tick:
+                self.service.tick(now)
+                self.service.settle(now)
+                self._next_tick = now + TURN_S
         finally:
             self._commit()
             self._flush()

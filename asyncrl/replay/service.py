@@ -199,7 +199,7 @@ class Service:
         if n < 1:
             raise ValueError(f"a generator must ask for at least 1 lease, got {n}")
         # What there is room for is shared, so that the first to ask does not leave the others idle.
-        share = -(-self.buffer.room() // max(1, len(self.peers.alive())))
+        share = -(-self.buffer.room() // max(1, self.peers.num_alive()))
         seats = self.buffer.lease(min(n, share), owner=peer.incarnation, request=seq, now=now)
         if not seats and not self.buffer.over:
             return None
@@ -316,7 +316,7 @@ class Service:
 
     def _check_generators(self, now: float) -> None:
         takes = [w for w in self.parked.values() if isinstance(w.body, messages.Take)]
-        if self.peers.alive() or not takes or self.buffer.ended:
+        if self.peers.num_alive() or not takes or self.buffer.ended:
             self.without_generators_since = None
             return
         if self.without_generators_since is None:

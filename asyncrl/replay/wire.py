@@ -177,27 +177,30 @@ def check_group(frames: Sequence[Frame]) -> GroupHeader:
 
 def version_range(frames: Sequence[Frame]) -> tuple[int, int]:
     """Smallest and largest version among the trained tokens of a checked group; NOT_SAMPLED when there is none."""
-    versions = np.frombuffer(frames[4], _DTYPES[3])[np.frombuffer(frames[5], bool)]
+    versions, mask = np.frombuffer(frames[4], _DTYPES[3]), np.frombuffer(frames[5], bool)
+    if not mask.all():
+        versions = versions[mask]
     return (int(versions.min()), int(versions.max())) if len(versions) else (NOT_SAMPLED, NOT_SAMPLED)
 
 
 def _shared_prompts(episodes: list[Episode]) -> list[np.ndarray]:
     prompts = [e.prompt_ids for e in episodes]
-    return prompts[:1] if all(np.array_equal(p, prompts[0]) for p in prompts[1:]) else prompts
+    first = prompts[0].tobytes() if prompts else b""
+    return prompts[:1] if all(p is prompts[0] or p.tobytes() == first for p in prompts) else prompts
 
 
 def _check_aligned(episode: Episode, prompt_id: int) -> None:
-    lengths = {len(a) for a in (episode.token_ids, episode.logprobs, episode.versions, episode.loss_mask)}
-    if len(lengths) != 1:
+    arrays = (episode.token_ids, episode.logprobs, episode.versions, episode.loss_mask)
+    if not len(arrays[0]) == len(arrays[1]) == len(arrays[2]) == len(arrays[3]):
         raise ValueError(
             f"prompt {prompt_id}: token_ids, logprobs, versions and loss_mask must have one length, "
-            f"got {sorted(lengths)}"
+            f"got {[len(a) for a in arrays]}"
         )
 
 
-def _join(arrays: list[np.ndarray], dtype: np.dtype) -> memoryview:
-    joined = np.concatenate([np.asarray(a) for a in arrays]).astype(dtype, copy=False)
-    return memoryview(np.ascontiguousarray(joined).view(np.uint8).data) if joined.size else memoryview(b"")
+def _join(arrays: list[np.ndarray], dtype: np.dtype) -> Frame:
+    joined = np.concatenate(arrays).astype(dtype, copy=False)
+    return joined.view(np.uint8).data if joined.size else b""
 
 
 def _cut(whole: Any, lengths: list[int]) -> list[Any]:

@@ -2,8 +2,8 @@
 
     python benchmarks/replay.py [--smoke] [--producers 1,8,64] [--sizes 16,256,4096] [--seconds 4] [--only replay,bare]
 
-Producers pack groups of 8 episodes and send them, at most WINDOW unanswered each; one consumer takes batches of 32 groups
-and unpacks them. Rows:
+Producers pack groups of 8 episodes and send them, at most WINDOW unanswered each; one consumer takes batches of 32
+groups and unpacks them. Rows:
 
     replay     the real server, its clients, leases, admission and ledger; no journal
     journal    the same with the journal on disk; the consumer lets it forget as a trainer with checkpoints would
@@ -12,7 +12,7 @@ and unpacks them. Rows:
     redis      Redis streams, one entry per group, nothing on disk; needs redis-server and its Python client
     redis-aof  the same with its append-only file
 
-Prints a table, then one line of JSON. MB/s count the frames of groups that the consumer has unpacked. "server" is the CPU
+Prints a table, then one line of JSON. MB/s count the frames of groups that the consumer unpacked. "server" is the CPU
 time of the middle process per group, "all" that of every process, which also compares on a busy machine; the latency of
 an insert is from packing to its acknowledgement.
 """

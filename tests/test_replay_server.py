@@ -401,3 +401,35 @@ def test_server_process_writes_its_address_and_ends_when_told(tmp_path: Path) ->
     process.join(20)
     assert process.exitcode == 0
     assert msgspec.json.decode((tmp_path / "address.json").read_bytes())["pid"] == process.pid
+
+
+def test_address_of_a_trainer_from_before_a_restart_is_not_given_out(tmp_path: Path) -> None:
+    run = make_run(str(tmp_path), training={"batch_size": 1})
+    with serving(run) as made:
+        former = ReplayClient(made.address, role="trainer")
+        former.announce("weights", "gone")
+        former.close()
+
+    async def look(client: AsyncReplayClient) -> None:
+        assert (await client.hello()).announced == {}
+        looking = asyncio.create_task(client.lookup("weights", 20))
+        trainer = ReplayClient(client.address, role="trainer")
+        await asyncio.to_thread(trainer.rewind, step=0, version=0)
+        await asyncio.to_thread(trainer.announce, "weights", "here")
+        assert await looking == "here"
+        trainer.close()
+
+    with serving(run) as made:
+        run_async(look, made.address)
+
+
+def test_request_that_cannot_be_read_is_refused_at_once(tmp_path: Path) -> None:
+    with serving(make_run(str(tmp_path))) as made:
+
+        async def work(client: AsyncReplayClient) -> None:
+            with pytest.raises(ValueError, match="malformed message"):
+                await client.lease(0)
+            with pytest.raises(ValueError, match="malformed message"):
+                await client.drop(0, "No such Reason!")
+
+        run_async(work, made.address)

@@ -233,6 +233,7 @@ class AsyncReplayClient:
         self._hello = messages.Hello(pid=os.getpid(), host=socket.gethostname())
         self._inboxes: dict[int, asyncio.Queue[messages.Reply]] = {}
         self._held: set[int] = set()
+        self._fd = cast(int, self._socket.getsockopt(zmq.FD))
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def hello(self) -> Welcome:
@@ -275,7 +276,7 @@ class AsyncReplayClient:
     def close(self) -> None:
         """Close the socket at once."""
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
+            self._loop.remove_reader(self._fd)
         self._socket.close(linger=200)
         self._context.term()
 
@@ -285,7 +286,7 @@ class AsyncReplayClient:
         """Waits for the reply to one request; unblocked by it, by `timeout_s`, or by SILENCE_S without the server."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-            self._loop.add_reader(self._socket.getsockopt(zmq.FD), self._read)
+            self._loop.add_reader(self._fd, self._read)
         exchange = Exchange(self._session, body, payload, timeout_s)
         inbox = self._inboxes[exchange.seq] = asyncio.Queue()
         try:

@@ -38,6 +38,10 @@ create table if not exists steps (step integer primary key, uses integer);
 """
 
 
+Announced = dict[str, tuple[str, str]]
+"""key -> (value, incarnation of who announced it)."""
+
+
 class JournalFull(RuntimeError):
     """The disk takes no more; what was acknowledged is safe."""
 
@@ -57,7 +61,7 @@ class Counters(msgspec.Struct, kw_only=True):
     trained_means: Means
     dropped_means: Means
     largest_bytes: int
-    announced: dict[str, str] = {}
+    announced: dict[str, tuple[str, str]] = {}
 
 
 class Journal:
@@ -75,12 +79,13 @@ class Journal:
         self._segments = Segments(folder / "groups", self._used_segments())
         self._places: dict[int, bytes] = {}
         """Places of buffered groups, by position."""
-        self._written, self._steps = b"", {}
+        self._written = b""
+        self._steps: dict[int, int] = {}
         """Counters and uses by step as they were written last."""
 
     # Writing
 
-    def commit(self, buffer: Buffer, announced: dict[str, str]) -> None:
+    def commit(self, buffer: Buffer, announced: Announced) -> None:
         """Make everything that changed since the last commit safe. Raises JournalFull."""
         changes, counters = buffer.changes, _ENCODER.encode(_counters(buffer, announced))
         if not changes.seats and counters == self._written:
@@ -146,7 +151,7 @@ class Journal:
 
     # Reading
 
-    def restore(self, *, now: float = 0.0) -> tuple[Buffer, dict[str, str]]:
+    def restore(self, *, now: float = 0.0) -> tuple[Buffer, Announced]:
         """The buffer as it was committed last, and what was announced. Leases go on from `now`."""
         found = self._db.execute("select value from meta").fetchone()
         if found is None:
@@ -280,7 +285,7 @@ class _Transaction:
         self._db.execute("commit" if kind is None else "rollback")
 
 
-def _counters(buffer: Buffer, announced: dict[str, str]) -> Counters:
+def _counters(buffer: Buffer, announced: Announced) -> Counters:
     return Counters(
         rejected=dict(buffer.rejected), announced=announced, **{name: getattr(buffer, name) for name in _SAME_NAMES}
     )

@@ -11,6 +11,9 @@ from math import isfinite
 
 import msgspec
 
+MAX_REASONS = 64
+"""Reasons that are counted by name; a client with more of them fills one more."""
+
 
 class Account(msgspec.Struct, kw_only=True):
     """One account, in groups or in tokens."""
@@ -20,6 +23,8 @@ class Account(msgspec.Struct, kw_only=True):
     dropped: dict[str, int] = {}
 
     def drop(self, reason: str, amount: int) -> None:
+        if len(self.dropped) >= MAX_REASONS and reason not in self.dropped:
+            reason = "other"
         self.dropped[reason] = self.dropped.get(reason, 0) + amount
 
     def entries(self, *, buffered: int, in_flight: int) -> dict[str, int]:

@@ -7,11 +7,16 @@ A request that cannot be answered yet is parked; `Again` asks after it and is an
 from __future__ import annotations
 
 from math import nan
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from asyncrl.types import Prompt
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+Version = Annotated[int, msgspec.Meta(ge=-1, le=(1 << 31) - 1)]
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class _Message(msgspec.Struct, kw_only=True, tag=True):
@@ -35,28 +40,28 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 class Hello(_Message):
     """First request of every process. A generator takes the place of a former one with its index."""
 
-    pid: int = 0
-    host: str = ""
+    pid: Count = 0
+    host: Name = ""
 
 
 class AskLease(_Message):
     """Parked until at least one lease can be granted; answered with Leases."""
 
-    n: int
+    n: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 
 
 class Insert(_Message):
     """The group of a lease, in the payload frames; answered with Done."""
 
-    lease_id: int
+    lease_id: Count
 
 
 class Drop(_Message):
     """A lease ends without a group; answered with Done."""
 
-    lease_id: int
-    reason: str
-    num_tokens: int = 0
+    lease_id: Count
+    reason: Annotated[str, msgspec.Meta(pattern="^[a-z_]{1,40}$")]
+    num_tokens: Count = 0
     reward: float = nan
     length: float = nan
 
@@ -64,53 +69,53 @@ class Drop(_Message):
 class Heartbeat(_Message):
     """I am alive and still work on `held`; renews those leases, and frees granted ones that are missing from it."""
 
-    activity: dict[str, float]
-    held: list[int] = []
+    activity: Annotated[dict[Name, float], msgspec.Meta(max_length=64)]
+    held: Annotated[list[Count], msgspec.Meta(max_length=1 << 16)] = []
 
 
 class Lookup(_Message):
     """Parked until somebody announced `key`; answered with Value."""
 
-    key: str
+    key: Name
 
 
 class Announce(_Message):
-    key: str
-    value: str
+    key: Name
+    value: Text
 
 
 class Take(_Message):
     """The groups of optimiser step `step`, trained at `version`; answered with Taken and the groups' frames."""
 
-    step: int
-    num_groups: int
-    version: int
+    step: Count
+    num_groups: Count
+    version: Version
 
 
 class Publish(_Message):
     """`version`, made by training `step`, is live on the generators."""
 
-    version: int
-    step: int
+    version: Version
+    step: Count
 
 
 class Rewind(_Message):
     """The trainer resumes from the checkpoint of `step` (0: from the start); what was used later is available again."""
 
-    step: int
-    version: int
+    step: Count
+    version: Version
 
 
 class Forget(_Message):
     """No checkpoint older than `step` is kept: groups consumed up to it can be removed from disk."""
 
-    step: int
+    step: Count
 
 
 class Finish(_Message):
     """No more leases."""
 
-    reason: str
+    reason: Text
 
 
 class Status(_Message):

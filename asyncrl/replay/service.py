@@ -22,6 +22,8 @@ Outgoing = tuple[bytes, list[wire.Frame]]
 FORGET_AFTER_S = 600.0
 """A process that holds nothing and is silent for this long is forgotten."""
 
+MAX_ANNOUNCED = 64
+
 
 class NoGenerators(RuntimeError):
     """The trainer waits and no generator has been alive for the time that a run may go on without one."""
@@ -58,7 +60,8 @@ class Service:
     """No checkpoint before this step is kept: groups used up by then may leave the disk."""
     peers: Peers = field(default_factory=Peers)
     parked: dict[tuple[str, int], Waiting] = field(default_factory=dict)
-    announced: dict[str, str] = field(default_factory=dict)
+    announced: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """key -> (value, incarnation of who announced it)."""
     earned: Means = field(default_factory=Means)
     """Rewards of all groups that came to a good end since the last batch was taken, filtered ones included."""
     outbox: list[Outgoing] = field(default_factory=list)
@@ -69,12 +72,12 @@ class Service:
     without_generators_since: float | None = None
 
     def handle(self, identity: bytes, frames: Sequence[wire.Frame], now: float) -> None:
-        """One message of one client. What cannot be read is counted and ignored. Raises what must end the run."""
+        """One message of one client. What cannot be read is counted and refused. Raises what must end the run."""
         try:
             envelope = wire.unpack_request(frames[0] if frames else b"")
             peer = self.peers.hear(envelope, identity, now)
         except ValueError as error:
-            self.malformed, self.last_fault = self.malformed + 1, str(error)
+            self._refuse(identity, frames, str(error))
             return
         seq, body = envelope.seq, envelope.body
         if isinstance(body, messages.Again):
@@ -178,11 +181,13 @@ class Service:
             case messages.Hello():
                 for former in self.peers.introduce(peer, body):
                     buffer.release(former.incarnation)
-                return messages.Welcome(run=self.run, version=buffer.live_version, announced=dict(self.announced))
+                return messages.Welcome(run=self.run, version=buffer.live_version, announced=self._valid())
             case messages.Lookup(key=key):
-                return messages.Value(value=self.announced[key]) if key in self.announced else None
+                return messages.Value(value=valid[key]) if key in (valid := self._valid()) else None
             case messages.Announce(key=key, value=value):
-                self.announced[key] = value
+                if len(self.announced) >= MAX_ANNOUNCED and key not in self.announced:
+                    raise ValueError(f"more than {MAX_ANNOUNCED} keys are announced")
+                self.announced[key] = (value, peer.incarnation)
             case messages.Finish(reason=reason):
                 buffer.finish(reason)
             case messages.Status():
@@ -196,8 +201,6 @@ class Service:
         return messages.Done()
 
     def _grant(self, peer: Peer, seq: int, n: int, now: float) -> messages.Leases | None:
-        if n < 1:
-            raise ValueError(f"a generator must ask for at least 1 lease, got {n}")
         # What there is room for is shared, so that the first to ask does not leave the others idle.
         share = -(-self.buffer.room() // max(1, self.peers.num_alive()))
         seats = self.buffer.lease(min(n, share), owner=peer.incarnation, request=seq, now=now)
@@ -232,6 +235,10 @@ class Service:
         metrics = self._metrics(now - waiting.since)
         return messages.Taken(num_groups=len(parcels), version=body.version, metrics=metrics), parcels
 
+    def _valid(self) -> dict[str, str]:
+        """Announcements of processes that this server has heard: after a restart, nobody is sent to a dead address."""
+        return {key: value for key, (value, who) in self.announced.items() if who in self.peers.known}
+
     def _rewind(self, step: int, version: int) -> None:
         """Another trainer starts: leases and announcements of the former run are void."""
         self.buffer = self.rewind(step)
@@ -250,6 +257,16 @@ class Service:
         frames = wire.pack_message(wire.ReplyEnvelope(self.incarnation, seq, body), payload)
         peer.remember(seq, frames)
         self._send(peer, frames)
+
+    def _refuse(self, identity: bytes, frames: Sequence[wire.Frame], fault: str) -> None:
+        """What cannot be read: tell the sender, if that much can be read, so that it does not wait."""
+        self.malformed, self.last_fault = self.malformed + 1, fault
+        try:
+            seq = wire.unpack_sender(frames[0] if frames else b"").seq
+        except ValueError:
+            return
+        refusal = wire.ReplyEnvelope(self.incarnation, seq, messages.Refused(message=fault))
+        self.outbox.append((identity, wire.pack_message(refusal)))
 
     def _answer_again(self, peer: Peer, seq: int, now: float) -> None:
         if seq in peer.replies:

@@ -18,6 +18,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import numpy as np
 
+from asyncrl.replay import messages
 from asyncrl.replay.messages import Reply, Request
 from asyncrl.types import NOT_SAMPLED, Episode, FinishReason, Group, Prompt
 
@@ -41,14 +42,25 @@ T = TypeVar("T")
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """What surrounds every request. `seq` rises by one per request of one incarnation and identifies a retry."""
 
-    incarnation: str
+    incarnation: messages.Name
     """Random, new for every start of a process."""
-    seq: int
-    acked: int
+    seq: messages.Count
+    acked: messages.Count
     """All replies to requests below this number have arrived or are no longer wanted."""
-    role: str
-    index: int
+    role: messages.Name
+    index: messages.Count
     body: Request
+
+
+class Sender(msgspec.Struct, frozen=True, array_like=True):
+    """An envelope whose body is not looked at: whom to tell that it makes no sense."""
+
+    incarnation: messages.Name
+    seq: messages.Count
+    acked: messages.Count
+    role: messages.Name
+    index: messages.Count
+    body: msgspec.Raw
 
 
 class ReplyEnvelope(msgspec.Struct, frozen=True, array_like=True):
@@ -62,7 +74,7 @@ class ReplyEnvelope(msgspec.Struct, frozen=True, array_like=True):
 class GroupHeader(msgspec.Struct, frozen=True, array_like=True):
     """What the server reads of a group. `detail` stays packed until a trainer unpacks the group."""
 
-    lease_id: int
+    lease_id: Annotated[int, msgspec.Meta(ge=-1, le=1 << 53)]
     prompt_lengths: Lengths
     """One entry when all episodes share the prompt, else one per episode."""
     lengths: Lengths
@@ -90,6 +102,11 @@ def pack_message(envelope: Envelope | ReplyEnvelope, payload: Sequence[Frame] = 
 def unpack_request(frame: Frame) -> Envelope:
     """Header frame of a request -> Envelope. Raises ValueError."""
     return _unpack_header(frame, _REQUESTS)
+
+
+def unpack_sender(frame: Frame) -> Sender:
+    """Who sent a request whose body cannot be read. Raises ValueError when that cannot be read either."""
+    return _unpack_header(frame, _SENDERS)
 
 
 def unpack_reply(frame: Frame) -> ReplyEnvelope:
@@ -259,6 +276,7 @@ def _size(frame: Frame) -> int:
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 _REQUESTS = msgspec.msgpack.Decoder(Envelope)
+_SENDERS = msgspec.msgpack.Decoder(Sender)
 _REPLIES = msgspec.msgpack.Decoder(ReplyEnvelope)
 _GROUPS = msgspec.msgpack.Decoder(GroupHeader)
 _DETAIL = msgspec.msgpack.Decoder(GroupDetail)

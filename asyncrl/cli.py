@@ -192,7 +192,7 @@ def _help(command: str, args: Arguments) -> int:
     from asyncrl.settings import import_all
 
     import_all(args.overrides.get("imports", []))
-    algo = as_algorithm(ALGOS.get(str(args.overrides.get("algo.name", "dapo"))))
+    algo = as_algorithm(ALGOS.get(str(args.overrides.get("algo.name", "fade"))))
     env = ENVS.get(str(args.overrides.get("env.name", "sort_digits")))
     print(pages.command(command, algo=algo, env=env), end="")
     return 0

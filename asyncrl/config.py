@@ -322,7 +322,7 @@ class Config(Section):
     """Seed of everything random."""
     imports: list[str] = msgspec.field(default_factory=list)
     """Modules or .py files to import in every process, for their registrations."""
-    algo: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "dapo"})
+    algo: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "fade"})
     """The algorithm: its name and its own keys. `asyncrl algos NAME` lists them."""
     env: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "sort_digits"})
     """The environment: its name and its own keys. `asyncrl envs NAME` lists them."""

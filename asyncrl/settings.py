@@ -189,7 +189,7 @@ def _named(tree: keys.Tree) -> keys.Tree:
         value = tree.setdefault(section, {})
         if not isinstance(value, dict):
             raise ValueError(f"{section} must be a name or a mapping with a name, got {value!r}")
-        value.setdefault("name", {"algo": "dapo", "env": "sort_digits"}[section])
+        value.setdefault("name", {"algo": "fade", "env": "sort_digits"}[section])
     return tree
 
 

@@ -43,7 +43,8 @@ def of_trained(run_dir: str, overrides: Mapping[str, Any]) -> Run:
         raise ValueError(
             f"{run_dir} holds no trained model (model/): the run has not finished, or checkpoint.export is off"
         )
-    run = settings.resume(run_dir, {**overrides, "model.path": str(model)})
+    fresh = {"eval.temperature": None}  # the run's own was resolved for its own eval.n
+    run = settings.resume(run_dir, {**fresh, **overrides, "model.path": str(model)})
     return Run(
         config=msgspec.structs.replace(run.config, run_dir=str(Path(run_dir) / "eval")), algo=run.algo, env=run.env
     )

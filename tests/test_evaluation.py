@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl import cli, settings
 from asyncrl.env import Env, Generate
+from asyncrl.evaluate import of_trained
 from asyncrl.generation.evaluation import Response, evaluate, failures, pass_at_k, summarise
 from asyncrl.metrics import Evaluated
 from asyncrl.registry import ENVS
@@ -88,6 +89,16 @@ def test_several_greedy_responses_are_refused() -> None:
         settings.resolve(settings.load(None, {"eval.n": "8", "eval.temperature": "0"}))
     assert settings.resolve(settings.load(None, {"eval.n": "8"})).config.eval.temperature == 1.0
     assert settings.resolve(settings.load(None, {})).config.eval.temperature == 0.0
+
+
+def test_what_a_run_trained_is_evaluated_with_settings_of_its_own(tmp_path: Path) -> None:
+    settings.save(settings.resolve(settings.load(None, {"run_dir": str(tmp_path), "env.name": "countdown"})))
+    with pytest.raises(ValueError, match="holds no trained model"):
+        of_trained(str(tmp_path), {})
+    (tmp_path / "model").mkdir()
+    run = of_trained(str(tmp_path), {"eval.n": "8"})
+    assert (run.config.eval.n, run.config.eval.temperature) == (8, 1.0)
+    assert (run.config.model.path, run.config.run_dir) == (str(tmp_path / "model"), str(tmp_path / "eval"))
 
 
 def test_each_line_of_evaluations_is_logged_once(tmp_path: Path) -> None:

@@ -36,5 +36,6 @@ def make_model(name: str = "qwen3", *, seed: int = 0, dtype: torch.dtype = torch
 @torch.inference_mode()
 def full_logprobs(model: PreTrainedModel, prompt: list[int], tokens: list[int], temperature: float = 1.0) -> Tensor:
     """Log-probabilities of `tokens` after `prompt`, from one forward pass without a cache; float32 (T,)."""
-    logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-    return (logits / (temperature or 1.0)).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    ids = torch.tensor([[*prompt, *tokens]], device=model.device)
+    logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    return (logits / (temperature or 1.0)).log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]

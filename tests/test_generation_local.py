@@ -9,10 +9,12 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import pytest
 import torch
-from generation_models import CONFIGS, VOCABULARY, full_logprobs, make_model
+from generation_models import CONFIGS, TOKENS, VOCABULARY, full_logprobs, make_model
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from asyncrl.generation.engine import EngineDead
 from asyncrl.generation.local import LocalEngine
+from asyncrl.models import tiny_config
 from asyncrl.types import Completion, SamplingParams
 
 torch.set_num_threads(1)
@@ -71,12 +73,12 @@ def test_logprobs_equal_a_plain_full_forward(name, temperature):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_temperature_zero_equals_greedy_generate(name):
-    wanted = [(p, request(0, max_tokens=50, temperature=0.0)) for p in prompts(12)]
+    wanted = [(p, request(0, max_tokens=40, temperature=0.0)) for p in prompts(6)]
     done = serve(lambda e: complete(e, wanted), build=lambda: make_model(name))
     model = make_model(name)
     for (prompt, _), c in zip(wanted, done, strict=True):
         ids = torch.tensor([prompt])
-        whole = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=50)[0]
+        whole = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40)[0]
         assert c.token_ids.tolist() == whole[len(prompt) :].tolist()
         expected = full_logprobs(model, prompt, c.token_ids.tolist())
         torch.testing.assert_close(torch.from_numpy(c.logprobs), expected, atol=1e-5, rtol=0)
@@ -236,3 +238,51 @@ def test_weights_that_are_not_finite_end_the_engine_with_the_version():
             await engine.generate([5], request(0))
 
     serve(use)
+
+
+def test_a_model_that_cannot_be_served_from_slots_is_refused_at_the_start():
+    from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM
+
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=2, **TOKENS))
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, **TOKENS))
+    for model in (bloom, mamba):
+        engine = LocalEngine(lambda model=model: model)
+        with pytest.raises(ValueError, match=r"the local engine cannot serve .*set generation\.engine to vllm"):
+            asyncio.run(asyncio.wait_for(engine.start(), 60))
+
+
+def test_sliding_windows_are_kept_while_decoding_and_in_the_prompt():
+    def build():
+        torch.manual_seed(0)
+        window = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True}
+        config = Qwen3Config(**tiny_config().to_dict() | window | {"sliding_window": 8})
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(0.0, 0.12)
+        return model.eval()
+
+    wanted = [(p, request(i, max_tokens=40, stop=())) for i, p in enumerate(prompts(8))]
+    done = serve(lambda e: complete(e, wanted), build=build)
+    model = build()
+    assert model.model.layers[1].self_attn.sliding_window == 8
+    for (prompt, _), c in zip(wanted, done, strict=True):
+        expected = full_logprobs(model, prompt, c.token_ids.tolist())
+        torch.testing.assert_close(torch.from_numpy(c.logprobs), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_logprobs_equal_a_plain_full_forward(name, dtype):
+    def build():
+        return make_model(name, dtype=dtype).to("cuda")
+
+    wanted = [(p, request(i, max_tokens=60, stop=())) for i, p in enumerate(prompts(20))]
+    done = serve(lambda e: complete(e, wanted), build=build)
+    model = build()
+    for (prompt, _), c in zip(wanted, done, strict=True):
+        expected = full_logprobs(model, prompt, c.token_ids.tolist()).cpu()
+        atol = 1e-4 if dtype == torch.float32 else 0.3
+        torch.testing.assert_close(torch.from_numpy(c.logprobs), expected, atol=atol, rtol=0)

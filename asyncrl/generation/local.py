@@ -168,8 +168,8 @@ class LocalEngine:
         for key in list(self._futures):
             self._commands.put(Abort(key=key))
         self._commands.put(Stop())
-        await asyncio.to_thread(self._thread.join)
         self._dead = self._dead or EngineDead("the engine was closed")
+        await asyncio.to_thread(self._thread.join)
         if self._receiver is not None:
             self._receiver.leave()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,16 +33,16 @@ class Runner:
     """A model with a KV cache of `num_slots` slots (rounded up to a multiple of TILE)."""
 
     def __init__(self, model: PreTrainedModel, *, num_slots: int) -> None:
-        """Raises ValueError for a model whose attention cannot be replaced."""
+        """Raises ValueError for a model that cannot be served from slots."""
+        self._arguments = _arguments(model)
         model.set_attn_implementation(ATTENTION)
         if model.config.get_text_config()._attn_implementation != ATTENTION:
-            raise ValueError(f"{type(model).__name__} does not take an attention implementation; use engine: vllm")
+            raise ValueError(_unsuitable(model, "does not take an attention implementation"))
         self.model = model.eval().requires_grad_(False)
         self.device = next(model.parameters()).device
         self.num_slots = _round_up(num_slots)
         self.cache = SlotCache(self.num_slots)
         self.sizes = [TILE]
-        self._cache_argument = _cache_argument(model)
 
     def prefill(self, token_ids: list[int]) -> tuple[Prefill, Tensor]:
         """Run a prompt alone. Returns its keys and values, and the logits (V,) after its last token."""
@@ -94,20 +95,26 @@ class Runner:
     def _forward(self, step: Decode | Prefill, ids: Tensor, positions: Tensor) -> Tensor:
         token = STEP.set(step)
         try:
-            return self.model(
-                input_ids=ids,
-                position_ids=positions,
-                use_cache=True,
-                logits_to_keep=1,
-                **{self._cache_argument: self.cache},
-            ).logits
+            cache = {self._arguments["cache"]: self.cache}
+            return self.model(input_ids=ids, position_ids=positions, **cache, **self._arguments["fixed"]).logits
         finally:
             STEP.reset(token)
 
 
-def _cache_argument(model: PreTrainedModel) -> str:
-    """transformers 5.24 renamed `past_key_values`."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+def _arguments(model: PreTrainedModel) -> dict[str, Any]:
+    """How this model is called. transformers 5.24 renamed `past_key_values` to `cache`. Raises ValueError."""
+    names = inspect.signature(model.forward).parameters
+    layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    if unknown := layers - {"full_attention", "sliding_attention"}:
+        raise ValueError(_unsuitable(model, f"has layers of type {', '.join(sorted(unknown))}"))
+    if "position_ids" not in names:
+        raise ValueError(_unsuitable(model, "takes no positions"))
+    fixed = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in names else {})
+    return {"cache": "cache" if "cache" in names else "past_key_values", "fixed": fixed}
+
+
+def _unsuitable(model: PreTrainedModel, why: str) -> str:
+    return f"the local engine cannot serve {type(model).__name__}: it {why}; set generation.engine to vllm"
 
 
 def agreeing_sizes(runner: Runner) -> list[int]:

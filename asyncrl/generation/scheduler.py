@@ -20,8 +20,8 @@ from asyncrl.generation.runner import Runner
 from asyncrl.generation.sampling import sample, uniform
 from asyncrl.types import Completion, FinishReason, SamplingParams
 
-PREFILLS_KEPT = 8
-"""Prompts whose prefill is kept for siblings that come a little later."""
+PREFILL_TOKENS_KEPT = 4096
+"""Tokens of recent prompts whose keys and values are kept, for siblings that come a little later."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,7 +131,7 @@ class Scheduler:
         if prompt not in self._prefills:
             self._prefills[prompt] = self._runner.prefill(list(prompt))
         self._prefills.move_to_end(prompt)
-        while len(self._prefills) > PREFILLS_KEPT:
+        while len(self._prefills) > 1 and sum(map(len, self._prefills)) > PREFILL_TOKENS_KEPT:
             self._prefills.popitem(last=False)
         return self._prefills[prompt]
 

@@ -37,6 +37,8 @@ class Staging:
         """Copy whole tensors into the staged set, converting their type. Raises ValueError on another shape."""
         for name, tensor in tensors:
             live = self._live[name]
+            if id(live) in self._filled:  # another name of a tied weight
+                continue
             if tensor.shape != live.shape:
                 raise ValueError(f"{name}: the model has {tuple(live.shape)}, the sender {tuple(tensor.shape)}")
             if id(live) not in self._staged:

@@ -73,7 +73,8 @@ def place(gpus: list[str], services: ServicesConfig) -> Placement:
     if len(gpus) < generator.procs:
         raise ValueError(f"services.generator.procs {generator.procs} needs that many GPUs, and there are {len(gpus)}")
     if len(rest) < wanted:
-        pool = rest if len(rest) >= generator.procs else list(gpus)
+        # The last GPUs first: NCCL connects rank 0 with a generator anywhere but on rank 0's own.
+        pool = rest if len(rest) >= generator.procs else gpus[::-1]
         notes.append(
             f"{wanted} GPUs wanted for generators, {len(rest)} left by the trainer: GPUs {','.join(pool)} are shared"
         )

@@ -40,6 +40,13 @@ def test_too_few_gpus_are_shared_and_it_is_said():
     assert seen(place(["0"], services(1, 2))) == ["0", "0"]
 
 
+def test_a_generator_beside_a_trainer_on_all_gpus_keeps_off_the_one_of_rank_0():
+    placement = place(list("01"), services(2, 1))
+    assert seen(placement) == ["1"]
+    assert not placement.shared
+    assert "shared" in placement.notes[0]
+
+
 def test_a_trainer_on_the_cpu_leaves_all_gpus_to_generators():
     placement = place(list("01"), services(2, 2, with_gpus=False))
     assert (placement.trainer[VISIBLE], seen(placement)) == ("", ["0", "1"])

@@ -7,12 +7,14 @@ NCCL; otherwise it sits on the CPU and they travel by gloo.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -22,6 +24,7 @@ from asyncrl.models import TINY, build_model
 from asyncrl.settings import load, resolve
 from asyncrl.types import Completion, SamplingParams
 from asyncrl.weights.follower import follow
+from asyncrl.weights.messages import SyncReport
 from asyncrl.weights.sender import WeightSender
 
 FIRST_LETTER = 10
@@ -48,37 +51,53 @@ class Stage:
         self.run_config = resolve(config)
         self.config = self.run_config.config
         self.loop = asyncio.new_event_loop()
-        self.engine = VLLMEngine(self.run_config, 0)
         self.version = -1
         self.model: PreTrainedModel = peaked_model(0)
         self._sender = WeightSender(tensors=self._tensors, rank=0, config=self.config.weights, device=DEVICE)
-        self.run(self.engine.start(), timeout_s=600)
+        self._at_tensor: dict[int, Callable[[], None]] = {}
+        self.start_engine()
+
+    def start_engine(self) -> None:
+        """Start an engine, the first or a replacement, and have it follow the sender."""
+        self.engine = VLLMEngine(self.run_config, 0)
+        self.run(self.engine.start(), timeout_s=280)
         _pass_markers(self.engine._llm.engine_core)  # lets a newer vLLM be stamped the way an older one is
-        self._follower = self.loop.create_task(self._follow())
+        self.follower = self.loop.create_task(self._follow())
 
     def run(self, coroutine: Coroutine[Any, Any, Any], *, timeout_s: float = 180.0) -> Any:
         """Run one coroutine to its end on the engine's loop; a dead follower fails it."""
         return self.loop.run_until_complete(asyncio.wait_for(coroutine, timeout_s))
 
-    async def publish(self, model: PreTrainedModel) -> int:
-        """Send `model` as the next version; returns the version once it serves."""
-        self.model, self.version = model.to(DEVICE), self.version + 1
+    async def publish(self, model: PreTrainedModel | None = None) -> int:
+        """Send `model` as the next version (or the current one again); returns the version once it serves."""
+        if model is not None:
+            self.model, self.version = model.to(DEVICE), self.version + 1
         while not (report := await asyncio.to_thread(self._sender.publish, self.version)).receivers:
             assert not report.dropped, report
-            assert not self._follower.done(), self._follower
+            assert not self.follower.done(), self.follower
             await asyncio.sleep(0.02)  # the engine has not said hello yet
         assert self.engine.version == self.version
         return self.version
 
+    async def publish_and_kill(self, model: PreTrainedModel) -> SyncReport:
+        """Send `model` as the next version and kill vLLM's processes when half of it is on the wire."""
+        self.model, self.version = model.to(DEVICE), self.version + 1
+        self._at_tensor[len(list(model.parameters())) // 2] = kill_vllm
+        report = await asyncio.to_thread(self._sender.publish, self.version)
+        self._at_tensor.clear()
+        return report
+
     def close(self) -> None:
-        self._follower.cancel()
-        self.loop.run_until_complete(asyncio.gather(self._follower, return_exceptions=True))
+        self.follower.cancel()
+        self.loop.run_until_complete(asyncio.gather(self.follower, return_exceptions=True))
         self.loop.run_until_complete(self.engine.close())
         self._sender.close()
         self.loop.close()
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.model.named_parameters()
+        for index, pair in enumerate(self.model.named_parameters()):
+            self._at_tensor.get(index, lambda: None)()
+            yield pair
 
     async def _follow(self) -> None:
         address = self._sender.address
@@ -86,6 +105,15 @@ class Stage:
         await follow(
             address, self.engine, index=0, incarnation="test", config=self.config.weights, on_version=lambda _: None
         )
+
+
+def kill_vllm() -> None:
+    """SIGKILL every process that vLLM started."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended by itself
+            words = " ".join([child.name(), *child.cmdline()])
+            if any(mark in words for mark in ("VLLM", "EngineCore", "spawn_main")):
+                child.kill()
 
 
 def peaked_model(seed: int) -> PreTrainedModel:

@@ -69,6 +69,8 @@ class VLLMEngine:
         self._count = 0
         self._timeout_s = run.config.weights.timeout_s
         self._paused_at: float | None = None
+        self._death = ""
+        """Why this engine can serve nothing more."""
         self._busy_since = 0.0
         self._activity = {"tokens": 0.0, "requests": 0.0, "busy_s": 0.0, "pause_s": 0.0}
 
@@ -91,6 +93,7 @@ class VLLMEngine:
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """Sample one completion. Cancelling the call aborts the request in vLLM. Raises EngineDead, ValueError."""
+        self._check_alive()
         ids = [int(token) for token in prompt_ids]
         limit = self._llm.model_config.max_model_len
         if len(ids) >= limit:
@@ -210,7 +213,7 @@ class VLLMEngine:
         if self._paused_at is None:
             return
         if any(await self._rpc("asyncrl_touched")):
-            raise EngineDead("a weight sync failed half-way: the old weights are overwritten, the new ones incomplete")
+            raise self._dead("a weight sync failed half-way: the old weights are overwritten, the new ones incomplete")
         await self._resume()
 
     async def _pause(self) -> None:
@@ -258,7 +261,7 @@ class VLLMEngine:
             while not task.done():
                 self._check_alive()
                 if time.monotonic() > deadline:
-                    raise EngineDead(f"vLLM did not {what} within {bound_s:.0f} s")
+                    raise self._dead(f"vLLM did not {what} within {bound_s:.0f} s")
                 await asyncio.wait({task}, timeout=0.5)
             return task.result()
         except _dead_errors() as error:
@@ -282,11 +285,14 @@ class VLLMEngine:
             await asyncio.to_thread(llm.shutdown)
 
     def _check_alive(self) -> None:
-        if self._llm.errored:
+        if self._death or self._llm.errored:
             raise self._dead()
 
-    def _dead(self) -> EngineDead:
-        return EngineDead("vLLM's engine process has died; its last words are in this generator's log")
+    def _dead(self, reason: str = "vLLM's engine process has died; its last words are in this log") -> EngineDead:
+        """Nothing more is served. Requests that wait for the end of a sync are let through, to find this out."""
+        self._death = self._death or reason
+        self._open.set()
+        return EngineDead(self._death)
 
 
 def _start_vllm(arguments: dict[str, Any]) -> Any:

@@ -46,7 +46,7 @@ def groups(draw: st.DrawFn) -> Group:
     )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(groups())
 def test_group_survives_the_wire(group: Group) -> None:
     frames = [bytes(f) for f in wire.pack_group(group)]
@@ -70,7 +70,7 @@ def test_unpacked_arrays_can_be_written() -> None:
 
 def test_shared_prompt_travels_once() -> None:
     frames = wire.pack_group(make_group(0, versions=[0] * 8))
-    assert memoryview(frames[1]).nbytes == 2 * 4
+    assert memoryview(frames[1]).nbytes == 8 * (3 * 13 + 3) + 2 * 4
 
 
 def test_numpy_numbers_in_metadata_travel_as_numbers() -> None:
@@ -93,7 +93,7 @@ def test_arrays_that_do_not_align_are_refused_by_the_sender() -> None:
         wire.pack_group(group)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(groups(), st.data())
 def test_truncated_group_is_refused(group: Group, data: st.DataObject) -> None:
     frames = [bytes(f) for f in wire.pack_group(group)]
@@ -101,7 +101,7 @@ def test_truncated_group_is_refused(group: Group, data: st.DataObject) -> None:
     frames[which] = frames[which][: data.draw(st.integers(0, len(frames[which]) - 1))]
     with pytest.raises(ValueError, match=r".+"):
         wire.unpack_group(frames)
-    with pytest.raises(ValueError, match="a group has 7 frames"):
+    with pytest.raises(ValueError, match="a group has 2 frames"):
         wire.unpack_group(frames[:-1])
 
 
@@ -122,7 +122,7 @@ def test_hostile_sizes_allocate_nothing(claim: bytes) -> None:
             with pytest.raises(ValueError, match="malformed message"):
                 wire.unpack_request(wire.PREFIX + body)
             with pytest.raises(ValueError, match=r".+"):
-                wire.unpack_group([wire.PREFIX + body] + [b""] * 6)
+                wire.unpack_group([wire.PREFIX + body, b""])
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
     finally:
         tracemalloc.stop()
@@ -132,7 +132,7 @@ def test_header_that_announces_more_than_came_is_refused() -> None:
     frames = [bytes(f) for f in wire.pack_group(make_group(0, versions=[0]))]
     header = wire.check_group(frames)
     lying = wire.GroupHeader(0, header.prompt_lengths, [2**30], header.text_lengths, header.rewards, header.detail)
-    with pytest.raises(ValueError, match="a group's frames must have"):
+    with pytest.raises(ValueError, match="a group's body must have"):
         wire.unpack_group([wire._pack_header(lying), *frames[1:]])
 
 
@@ -141,7 +141,7 @@ def test_long_header_is_refused_before_it_is_decoded() -> None:
         wire.unpack_request(wire.PREFIX + b"\x90" * wire.MAX_HEADER_BYTES)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.binary(max_size=200), st.booleans(), st.lists(st.binary(max_size=20), max_size=8))
 def test_random_bytes_are_a_value_error_or_a_message(noise: bytes, prefixed: bool, rest: list[bytes]) -> None:
     frame = wire.PREFIX + noise if prefixed else noise
@@ -156,7 +156,7 @@ def test_random_bytes_are_a_value_error_or_a_message(noise: bytes, prefixed: boo
             continue
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(groups(), st.data())
 def test_flipped_bytes_are_a_value_error_or_a_group(group: Group, data: st.DataObject) -> None:
     frames = [bytearray(bytes(f)) for f in wire.pack_group(group)]

@@ -9,9 +9,11 @@ twice.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Sequence
 from math import inf, nan
 from secrets import token_hex
@@ -221,6 +223,29 @@ class ReplayClient:
             return None, []
 
 
+class Inbox:
+    """Replies to one request, for one coroutine that waits for them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._replies: deque[messages.Reply] = deque()
+        self._came: asyncio.Future[None] | None = None
+
+    def put(self, reply: messages.Reply) -> None:
+        self._replies.append(reply)
+        if self._came is not None and not self._came.done():
+            self._came.set_result(None)
+
+    async def get(self, wait_s: float) -> messages.Reply | None:
+        """The next reply, or None after `wait_s`."""
+        if not self._replies:
+            self._came = self._loop.create_future()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._came
+        return self._replies.popleft() if self._replies else None
+
+
 class AsyncReplayClient:
     """asyncio client: any number of requests at once."""
 
@@ -231,7 +256,7 @@ class AsyncReplayClient:
         self._context = zmq.Context()
         self._socket = _connect(self._context, address, curve)
         self._hello = messages.Hello(pid=os.getpid(), host=socket.gethostname())
-        self._inboxes: dict[int, asyncio.Queue[messages.Reply]] = {}
+        self._inboxes: dict[int, Inbox] = {}
         self._held: set[int] = set()
         self._fd = cast(int, self._socket.getsockopt(zmq.FD))
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -288,18 +313,16 @@ class AsyncReplayClient:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._fd, self._read)
         exchange = Exchange(self._session, body, payload, timeout_s)
-        inbox = self._inboxes[exchange.seq] = asyncio.Queue()
+        inbox = self._inboxes[exchange.seq] = Inbox(self._loop)
         try:
             while True:
                 wait_s = exchange.wait_s()
                 if exchange.outgoing is not None and self._try_send(exchange.outgoing):
                     exchange.outgoing = None
-                try:
-                    reply = exchange.hear(await asyncio.wait_for(inbox.get(), wait_s))
-                except TimeoutError:
+                came = await inbox.get(wait_s)
+                if came is None:
                     exchange.nothing_came()
-                    continue
-                if reply is not None:
+                elif (reply := exchange.hear(came)) is not None:
                     return _expect(reply, expected)
         finally:
             exchange.end()
@@ -328,7 +351,7 @@ class AsyncReplayClient:
                 continue
             inbox = self._inboxes.get(envelope.seq)
             if inbox is not None:
-                inbox.put_nowait(envelope.body)
+                inbox.put(envelope.body)
 
 
 def _expect(reply: messages.Reply, expected: type[M]) -> M:

@@ -177,7 +177,7 @@ class Value(_Message):
 
 
 class Taken(_Message):
-    """Followed by 7 frames per group. No groups: the data has ended."""
+    """Followed by 2 frames per group. No groups: the data has ended."""
 
     num_groups: int
     version: int

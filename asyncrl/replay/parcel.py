@@ -16,7 +16,7 @@ class Parcel:
     """One packed group."""
 
     frames: Sequence[wire.Frame]
-    """7 frames, as `wire.pack_group` makes them."""
+    """Header and body, as `wire.pack_group` makes them."""
     lease_id: int
     num_tokens: int
     nbytes: int
@@ -34,7 +34,7 @@ class Parcel:
 def parcel_of(frames: Sequence[wire.Frame]) -> Parcel:
     """Check the frames of a group and measure it. Raises ValueError."""
     header = wire.check_group(frames)
-    oldest, newest = wire.version_range(frames)
+    oldest, newest = wire.version_range(header, frames[1])
     G, num_tokens = len(header.lengths), sum(header.lengths)
     reward = sum(header.rewards) / G
     return Parcel(

@@ -5,14 +5,17 @@ small multiple of the bytes that really arrived: every size is checked before an
 the answer is the value or a ValueError that says what was wrong.
 
     message   header frame [+ payload frames]       header = b"ARL" + schema version + msgpack(Envelope)
-    group     7 frames: header, prompt ids <i4, token ids <i4, log-probabilities <f4, versions <i4, mask u1, texts utf-8
-              arrays of all episodes one after the other; prompt ids once when all siblings share them
+    group     2 frames, header and body: the arrays of all episodes one after the other, little-endian and raw,
+              prompt ids i4 | token ids i4 | log-probabilities f4 | versions i4 | mask u1 | texts utf-8
+              (prompt ids once when all siblings share them)
+
+One body frame and not six: below about 64 KB a frame costs more than its bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -24,7 +27,7 @@ from asyncrl.types import NOT_SAMPLED, Episode, FinishReason, Group, Prompt
 
 SCHEMA_VERSION = 1
 PREFIX = b"ARL" + bytes([SCHEMA_VERSION])
-FRAMES_PER_GROUP = 7
+FRAMES_PER_GROUP = 2
 MAX_HEADER_BYTES = 4 << 20
 """Longest header frame: prompts, metadata and counts; token arrays and texts travel in frames of their own."""
 MAX_FRAME_BYTES = 1 << 30
@@ -115,7 +118,7 @@ def unpack_reply(frame: Frame) -> ReplyEnvelope:
 
 
 def pack_group(group: Group) -> list[Frame]:
-    """Group -> 7 frames. Raises ValueError when its arrays do not align or its metadata is not plain data."""
+    """Group -> header and body. Raises ValueError when its arrays do not align or its metadata is not plain data."""
     episodes = group.episodes
     for e in episodes:
         _check_aligned(e, group.prompt.id)
@@ -139,23 +142,26 @@ def pack_group(group: Group) -> list[Frame]:
         [e.versions for e in episodes],
         [e.loss_mask for e in episodes],
     )
-    arrays = [_join(c, d) for c, d in zip(columns, _DTYPES, strict=True)]
-    return [_pack_header(header), *arrays, b"".join(texts)]
+    spans = _spans(header)
+    body = np.empty(spans[-1].stop, np.uint8)
+    for column, span, dtype in zip(columns, spans, _DTYPES, strict=False):
+        np.concatenate(column, out=body[span].view(dtype), casting="unsafe")
+    body[spans[-1]] = np.frombuffer(b"".join(texts), np.uint8)
+    return [_pack_header(header), body.data if body.size else b""]
 
 
 def unpack_group(frames: Sequence[Frame]) -> Group:
-    """7 frames -> Group, with arrays of its own. Raises ValueError."""
+    """Header and body -> Group, with arrays of its own. Raises ValueError."""
     header = check_group(frames)
     detail: GroupDetail = _decode(header.detail, _DETAIL)
     G = len(header.lengths)
     if not len(detail.finish_reasons) == len(detail.named_rewards) == len(detail.metadata) == G:
         raise ValueError(f"a group's header must describe {G} episodes in every field")
-    prompts, ids, logprobs, versions, mask = (
-        np.frombuffer(f, d).astype(t) for f, d, t in zip(frames[1:6], _DTYPES, _CONVERSIONS, strict=True)
-    )
+    *arrays, texts_frame = columns_of(header, frames[1])
+    prompts, ids, logprobs, versions, mask = (a.astype(t) for a, t in zip(arrays, _CONVERSIONS, strict=True))
     prompt_parts = _cut(prompts, header.prompt_lengths) * (G if len(header.prompt_lengths) == 1 else 1)
     columns = [_cut(a, header.lengths) for a in (ids, logprobs, versions, mask.view(bool))]
-    texts = _cut(memoryview(frames[6]), header.text_lengths)
+    texts = _cut(texts_frame.tobytes(), header.text_lengths)
     episodes = [
         Episode(
             prompt_ids=prompt_parts[i],
@@ -182,22 +188,34 @@ def check_group(frames: Sequence[Frame]) -> GroupHeader:
     G, num_prompts = len(header.lengths), len(header.prompt_lengths)
     if G == 0 or num_prompts not in (1, G) or len(header.text_lengths) != G or len(header.rewards) != G:
         raise ValueError(f"a group's header must describe {max(G, 1)} episodes in every field")
-    P, T = sum(header.prompt_lengths), sum(header.lengths)
-    expected = (4 * P, 4 * T, 4 * T, 4 * T, T, sum(header.text_lengths))
-    got = tuple(_size(f) for f in frames[1:])
+    expected, got = _spans(header)[-1].stop, _size(frames[1])
     if got != expected:
-        raise ValueError(f"a group's frames must have {expected} bytes as its header says, got {got}")
-    if T and np.frombuffer(frames[5], np.uint8).max() > 1:
+        raise ValueError(f"a group's body must have {expected} bytes as its header says, got {got}")
+    mask = columns_of(header, frames[1])[4]
+    if mask.size and mask.max() > 1:
         raise ValueError("a group's mask must hold 0 and 1 only")
     return header
 
 
-def version_range(frames: Sequence[Frame]) -> tuple[int, int]:
+def columns_of(header: GroupHeader, body: Frame) -> list[np.ndarray]:
+    """Views of a body: prompt ids, token ids, log-probabilities, versions, mask, and the bytes of the texts."""
+    whole = np.frombuffer(body, np.uint8)
+    return [whole[span].view(dtype) for span, dtype in zip(_spans(header), (*_DTYPES, np.dtype(np.uint8)), strict=True)]
+
+
+def version_range(header: GroupHeader, body: Frame) -> tuple[int, int]:
     """Smallest and largest version among the trained tokens of a checked group; NOT_SAMPLED when there is none."""
-    versions, mask = np.frombuffer(frames[4], _DTYPES[3]), np.frombuffer(frames[5], bool)
+    _, _, _, versions, mask, _ = columns_of(header, body)
     if not mask.all():
-        versions = versions[mask]
+        versions = versions[mask.view(bool)]
     return (int(versions.min()), int(versions.max())) if len(versions) else (NOT_SAMPLED, NOT_SAMPLED)
+
+
+def _spans(header: GroupHeader) -> list[slice]:
+    """Where each column lies in the body."""
+    P, T = 4 * sum(header.prompt_lengths), sum(header.lengths)
+    ends = list(accumulate((P, 4 * T, 4 * T, 4 * T, T, sum(header.text_lengths))))
+    return [slice(a, b) for a, b in zip((0, *ends), ends, strict=False)]
 
 
 def _shared_prompts(episodes: list[Episode]) -> list[np.ndarray]:
@@ -213,11 +231,6 @@ def _check_aligned(episode: Episode, prompt_id: int) -> None:
             f"prompt {prompt_id}: token_ids, logprobs, versions and loss_mask must have one length, "
             f"got {[len(a) for a in arrays]}"
         )
-
-
-def _join(arrays: list[np.ndarray], dtype: np.dtype) -> Frame:
-    joined = np.concatenate(arrays).astype(dtype, copy=False)
-    return joined.view(np.uint8).data if joined.size else b""
 
 
 def _cut(whole: Any, lengths: list[int]) -> list[Any]:

@@ -1,6 +1,7 @@
 """Arithmetic with integers: `12+7=` -> `19`, or the same as a chat question with the answer in tags.
 
-Plain text suits models that were built on the spot and base models; `style: chat` suits instruct models.
+Plain text suits models that were built on the spot and base models; `style: chat` suits instruct models, and `style: bare`
+small ones that cannot keep to tags yet.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ class Arithmetic(Env):
     """Digits of the other numbers."""
     terms: int = 2
     """How many numbers."""
-    style: Literal["plain", "chat"] = "plain"
-    """`plain`: bare text; `chat`: a message, with the answer wanted in <answer> tags."""
+    style: Literal["plain", "chat", "bare"] = "plain"
+    """`plain`: text to continue; `chat`: a message, with the answer wanted in <answer> tags; `bare`: a message, with
+    nothing but the number wanted."""
 
     def __post_init__(self) -> None:
         if not self.operations or set(self.operations) - set("+-*"):
@@ -42,7 +44,7 @@ class Arithmetic(Env):
             yield Prompt(id=index, prompt=self._ask(sum_), target=str(calculate(sum_)[0]))
 
     def score(self, text: str, prompt: Prompt) -> float:
-        answer = text if self.style == "plain" else find(text)
+        answer = find(text) if self.style == "chat" else text
         return float(answer is not None and answer.strip() == prompt.target)
 
     def reference(self, prompt: Prompt) -> str:
@@ -54,12 +56,13 @@ class Arithmetic(Env):
             yield self._ask(self._expression("demonstration", index)), self._answer(str(other))
 
     def _answer(self, value: str) -> str:
-        return value if self.style == "plain" else f"<answer>{value}</answer>"
+        return f"<answer>{value}</answer>" if self.style == "chat" else value
 
     def _ask(self, sum_: str) -> str | list[Message]:
         if self.style == "plain":
             return f"{sum_}="
-        return [{"role": "user", "content": f"What is {sum_}? Give the number in <answer></answer> tags."}]
+        wanted = "Give the number in <answer></answer> tags." if self.style == "chat" else "Reply with the number alone."
+        return [{"role": "user", "content": f"What is {sum_}? {wanted}"}]
 
     def _expression(self, stream: str, index: int) -> str:
         random = seeded(self.seed, stream, index)

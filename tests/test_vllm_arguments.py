@@ -54,3 +54,10 @@ def test_weights_are_bfloat16_on_a_gpu_and_float32_on_cpu_unless_chosen(tmp_path
 def test_longest_sequence_is_what_is_trained_within_what_the_model_can(tmp_path: Path) -> None:
     assert arguments(tmp_path, training__seq_len=64)["max_model_len"] == 64
     assert arguments(tmp_path, training__seq_len=100_000)["max_model_len"] == 2048
+
+
+def test_text_from_the_command_line_becomes_the_number_or_switch_it_says(tmp_path: Path) -> None:
+    overrides = {"generation.vllm.max-num-seqs": "8", "generation.vllm.enforce-eager": "true"}
+    config = resolve(load(None, {"run_dir": str(tmp_path), **overrides})).config
+    chosen = engine_arguments(config, index=0, on_gpu=False)
+    assert (chosen["max_num_seqs"], chosen["enforce_eager"]) == (8, True)

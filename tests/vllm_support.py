@@ -37,13 +37,13 @@ DEVICE = torch.device("cuda", torch.cuda.device_count() - 1) if torch.cuda.devic
 class Stage:
     """The engine under test. `publish` sends a model to it as the next version, the way a trainer does."""
 
-    def __init__(self, folder: Path, *, on_update: str = "keep") -> None:
+    def __init__(self, folder: Path, *, procs: int = 1) -> None:
         vllm: dict[str, Any] = {"gpu_memory_utilization": 0.3} if ON_GPU else {"kv_cache_memory_bytes": 256 << 20}
         config = load(None, {"run_dir": str(folder), "generation.engine": "vllm"})
         config.model.path = TINY
         config.generation.dtype = "bfloat16"
         config.generation.max_concurrency = 24
-        config.generation.on_update = on_update
+        config.services.generator.procs = procs
         config.generation.vllm = {**vllm, "stream_interval": 3}
         config.training.seq_len = 1024
         config.weights.bucket_bytes = 64 << 10
@@ -53,7 +53,8 @@ class Stage:
         self.loop = asyncio.new_event_loop()
         self.version = -1
         self.model: PreTrainedModel = peaked_model(0)
-        self._sender = WeightSender(tensors=self._tensors, rank=0, config=self.config.weights, device=DEVICE)
+        self.device = DEVICE if procs == 1 else torch.device("cpu")  # NCCL refuses a GPU that a worker uses
+        self._sender = WeightSender(tensors=self._tensors, rank=0, config=self.config.weights, device=self.device)
         self._at_tensor: dict[int, Callable[[], None]] = {}
         self.start_engine()
 
@@ -71,7 +72,7 @@ class Stage:
     async def publish(self, model: PreTrainedModel | None = None) -> int:
         """Send `model` as the next version (or the current one again); returns the version once it serves."""
         if model is not None:
-            self.model, self.version = model.to(DEVICE), self.version + 1
+            self.model, self.version = model.to(self.device), self.version + 1
         while not (report := await asyncio.to_thread(self._sender.publish, self.version)).receivers:
             assert not report.dropped, report
             assert not self.follower.done(), self.follower
@@ -81,7 +82,7 @@ class Stage:
 
     async def publish_and_kill(self, model: PreTrainedModel) -> SyncReport:
         """Send `model` as the next version and kill vLLM's processes when half of it is on the wire."""
-        self.model, self.version = model.to(DEVICE), self.version + 1
+        self.model, self.version = model.to(self.device), self.version + 1
         self._at_tensor[len(list(model.parameters())) // 2] = kill_vllm
         report = await asyncio.to_thread(self._sender.publish, self.version)
         self._at_tensor.clear()

@@ -186,10 +186,10 @@ class VLLMEngine:
 
     async def receive_weights(self, plan: PlanSpec) -> list[int]:
         """Pause, receive into the model, stay paused. Returns a checksum per bucket, equal in all workers."""
-        await self._pause()
         # Each bucket has its own bound in the worker; this one only catches a worker that hangs elsewhere.
-        bound_s = self._timeout_s * (1 + len(buckets(plan)))
-        results = await self._rpc("asyncrl_receive", _json(plan), bound_s=bound_s)
+        text, bound_s = _json(plan), self._timeout_s * (1 + len(buckets(plan)))
+        await self._pause()
+        results = await self._rpc("asyncrl_receive", text, bound_s=bound_s)
         checksums = results[0]["checksums"]
         for rank, result in enumerate(results):
             if result["checksums"] != checksums:

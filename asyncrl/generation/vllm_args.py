@@ -12,6 +12,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from asyncrl.models import TINY, save_tiny
 
 if TYPE_CHECKING:
@@ -36,7 +38,9 @@ MANAGED = {
 
 def engine_arguments(config: Config, *, index: int, on_gpu: bool) -> dict[str, Any]:
     """Keyword arguments of AsyncEngineArgs for generator `index`. Raises ValueError on a refused one."""
-    chosen = config.generation.vllm
+    # A value from the command line is text, and vLLM's types are not known here: YAML's reading of it is.
+    given = config.generation.vllm.items()
+    chosen = {name: yaml.safe_load(value) if isinstance(value, str) else value for name, value in given}
     check_arguments(chosen)
     dtype = config.generation.dtype
     defaults: dict[str, Any] = {

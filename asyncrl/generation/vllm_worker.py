@@ -42,13 +42,15 @@ class Receiver:
         plan does not bring.
         """
         self._asyncrl_touched = False
+        if getattr(self, "_asyncrl_text", None) != plan:  # the same each time, and generation stands still meanwhile
+            self._asyncrl_text, self._asyncrl_plan = plan, msgspec.json.decode(plan, type=PlanSpec)
         loader = Loader(self.model_runner, self.vllm_config)  # type: ignore[attr-defined]
 
         def load(tensors: Named) -> None:
             self._asyncrl_touched = True
             loader.load(tensors)
 
-        checksums = self._asyncrl_receiver.receive(msgspec.json.decode(plan, type=PlanSpec), load)
+        checksums = self._asyncrl_receiver.receive(self._asyncrl_plan, load)
         loader.finish()
         return {"checksums": list(checksums), "load_s": loader.load_s}
 

@@ -20,305 +20,39 @@ an insert is from packing to its acknowledgement.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
-import multiprocessing
 import os
 import shutil
-import socket
-import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.synchronize import Event
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
-import zmq
+from transports import (
+    BATCH,
+    SPAWN,
+    bare_consumer,
+    bare_producer,
+    bare_server,
+    queue_producer,
+    redis_consumer,
+    redis_producer,
+    redis_server,
+    replay_consumer,
+    replay_producer,
+    replay_server,
+)
 
-from asyncrl.config import CheckpointConfig, Config, ReplayConfig, TrainingConfig
-from asyncrl.env import Env
-from asyncrl.replay import server, wire
-from asyncrl.replay.client import AsyncReplayClient, ReplayClient
-from asyncrl.types import Episode, Group, Prompt
+from asyncrl.replay.server import read_address
 
-BATCH = 32
-WINDOW = 4
-"""Unanswered groups per producer."""
-EPISODES = 8
 MAX_PROCESSES = 8
 """More producers than this share processes, each with a socket of its own."""
-SPAWN = multiprocessing.get_context("spawn")
-
-
-class Endless(Env):
-    """Prompts without content."""
-
-    def prompts(self, start: int = 0) -> Iterator[Prompt]:
-        while True:
-            yield Prompt(id=start, prompt="p")
-            start += 1
-
-
-_MADE: dict[int, Group] = {}
-
-
-def make_group(lease_id: int, kilobytes: int, version: int = 0) -> Group:
-    """A group of `kilobytes` KB, made once per process; only what differs is set anew."""
-    group = _MADE.get(kilobytes) or _MADE.setdefault(kilobytes, _new_group(kilobytes))
-    group.lease_id = lease_id
-    for episode in group.episodes:
-        episode.versions.fill(version)
-    return group
-
-
-def _new_group(kilobytes: int) -> Group:
-    """13 bytes per token."""
-    length = kilobytes * 1024 // (13 * EPISODES)
-    episodes = [
-        Episode(
-            prompt_ids=np.arange(16, dtype=np.int32),
-            token_ids=np.arange(length, dtype=np.int32),
-            logprobs=np.full(length, -0.5, np.float32),
-            versions=np.zeros(length, np.int32),
-            loss_mask=np.ones(length, bool),
-            reward=float(i % 2),
-            finish_reason="stop",
-        )
-        for i in range(EPISODES)
-    ]
-    return Group(lease_id=-1, prompt=Prompt(id=0, prompt="p"), episodes=episodes)
-
-
-# The real server
-
-
-def replay_server(address_dir: str, journal: bool, stop: Event) -> None:
-    config = Config(
-        run_dir=address_dir,
-        training=TrainingConfig(batch_size=BATCH, steps=10**9),
-        replay=ReplayConfig(target_lag=14, capacity_groups=16 * BATCH, capacity_bytes=1 << 30, journal=journal),
-        checkpoint=CheckpointConfig(every=10),
-    )
-    server.serve(SimpleNamespace(config=config, env=Endless()), stop)
-
-
-def replay_producer(address: str, index: int, sockets: int, kilobytes: int, stop: Event, results: Any) -> None:
-    latencies: list[float] = []
-
-    async def one(number: int) -> None:
-        client = AsyncReplayClient(address, index=number)
-        await client.hello()
-        asyncio.get_running_loop().create_task(beat(client))
-
-        async def work() -> None:
-            while not stop.is_set():
-                for lease in await client.lease(8):
-                    start = time.perf_counter()
-                    await client.insert(make_group(lease.id, kilobytes, lease.version))
-                    latencies.append(time.perf_counter() - start)
-
-        await asyncio.gather(*(work() for _ in range(WINDOW)))
-
-    async def beat(client: AsyncReplayClient) -> None:
-        while True:
-            await client.heartbeat({})
-            await asyncio.sleep(2)
-
-    async def main() -> None:
-        with contextlib.suppress(TimeoutError):
-            work = asyncio.gather(*(one(index * 1000 + i) for i in range(sockets)))
-            while not stop.is_set():
-                await asyncio.sleep(0.1)
-            work.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await work
-
-    asyncio.run(main())
-    results.put(latencies)
-
-
-def replay_consumer(address: str, journal: bool) -> Callable[[], int]:
-    client = ReplayClient(address, role="trainer")
-    client.publish(version=0, step=0)
-    step = 0
-
-    def take() -> int:
-        nonlocal step
-        step += 1
-        taken = client.take(step=step, num_groups=BATCH, version=step - 1, timeout_s=60)
-        client.publish(version=step, step=step)
-        if journal and step % 10 == 0:
-            client.forget(step=step - 10)
-        return sum(g.nbytes for g in taken.groups)
-
-    return take
-
-
-# A bare ZeroMQ pair
-
-
-def bare_server(address_dir: str, journal: bool, stop: Event) -> None:
-    context = zmq.Context()
-    router = context.socket(zmq.ROUTER)
-    port = router.bind_to_random_port("tcp://127.0.0.1")
-    server.write_address(server.Path(address_dir), f"tcp://127.0.0.1:{port}")
-    stored: list[list[zmq.Frame]] = []
-    waiting: list[bytes] = []
-    held: list[bytes] = []
-    while not stop.is_set():
-        if not router.poll(100):
-            continue
-        while True:
-            try:
-                identity, kind, *frames = router.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                break
-            if kind.bytes == b"take":
-                waiting.append(identity.bytes)
-            else:
-                stored.append(frames)
-                if len(stored) < 15 * BATCH:
-                    router.send_multipart([identity.bytes, b"ok"])
-                else:
-                    held.append(identity.bytes)
-            while waiting and len(stored) >= BATCH:
-                batch, stored = stored[:BATCH], stored[BATCH:]
-                router.send_multipart([waiting.pop(), *(f for group in batch for f in group)], copy=False)
-                for identity_ in held:
-                    router.send_multipart([identity_, b"ok"])
-                held.clear()
-    context.destroy(0)
-
-
-def bare_producer(address: str, index: int, sockets: int, kilobytes: int, stop: Event, results: Any) -> None:
-    context, latencies = zmq.Context(), []
-    dealers = [context.socket(zmq.DEALER) for _ in range(sockets)]
-    poller = zmq.Poller()
-    started: dict[zmq.Socket, list[float]] = {}
-
-    def send(dealer: zmq.Socket) -> None:
-        started[dealer].append(time.perf_counter())
-        dealer.send_multipart([b"insert", *wire.pack_group(make_group(0, kilobytes))])
-
-    for dealer in dealers:
-        dealer.connect(address)
-        poller.register(dealer, zmq.POLLIN)
-        started[dealer] = []
-        for _ in range(WINDOW):
-            send(dealer)
-    while not stop.is_set():
-        for dealer, _ in poller.poll(100):
-            dealer.recv()
-            latencies.append(time.perf_counter() - started[dealer].pop(0))
-            send(dealer)
-    context.destroy(0)
-    results.put(latencies)
-
-
-def bare_consumer(address: str, journal: bool) -> Callable[[], int]:
-    context = zmq.Context()
-    dealer = context.socket(zmq.DEALER)
-    dealer.connect(address)
-
-    def take() -> int:
-        dealer.send(b"take")
-        frames = dealer.recv_multipart(copy=False)
-        return sum(wire.unpack_group(frames[i : i + 2]).nbytes for i in range(0, len(frames), 2))
-
-    return take
-
-
-# multiprocessing.Queue
-
-
-def queue_producer(queue: Any, index: int, sockets: int, kilobytes: int, stop: Event, results: Any) -> None:
-    latencies = []
-    while not stop.is_set():
-        start = time.perf_counter()
-        queue.put(make_group(0, kilobytes))
-        latencies.append(time.perf_counter() - start)
-    queue.cancel_join_thread()
-    results.put(latencies)
-
-
-# Redis streams
-
-
-@contextlib.contextmanager
-def redis_server(folder: str, aof: bool) -> Iterator[tuple[str, int]]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    persist = ["--appendonly", "yes", "--appendfsync", "no"] if aof else ["--appendonly", "no"]
-    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder, *persist]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        yield str(port), process.pid
-    finally:
-        process.terminate()
-        process.wait(20)
-
-
-def redis_client(port: str) -> Any:
-    import redis
-
-    client = redis.Redis(port=int(port))
-    deadline = time.monotonic() + 10
-    while True:
-        try:
-            client.ping()
-            return client
-        except redis.ConnectionError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
-
-
-def redis_producer(port: str, index: int, sockets: int, kilobytes: int, stop: Event, results: Any) -> None:
-    latencies: list[float] = []
-
-    def one() -> None:
-        client = redis_client(port)
-        while not stop.is_set():
-            if client.xlen("groups") > 15 * BATCH:
-                time.sleep(0.002)
-                continue
-            start = time.perf_counter()
-            frames = wire.pack_group(make_group(0, kilobytes))
-            client.xadd("groups", {str(i): bytes(f) for i, f in enumerate(frames)})
-            latencies.append(time.perf_counter() - start)
-
-    threads = [threading.Thread(target=one) for _ in range(sockets)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    results.put(latencies)
-
-
-def redis_consumer(port: str, journal: bool) -> Callable[[], int]:
-    client, last = redis_client(port), b"0"
-
-    def take() -> int:
-        nonlocal last
-        total, entries = 0, []
-        while len(entries) < BATCH:
-            for _, found in client.xread({"groups": last}, count=BATCH - len(entries), block=1000):
-                entries += found
-                last = found[-1][0]
-        for _, fields in entries:
-            total += wire.unpack_group([fields[str(i).encode()] for i in range(2)]).nbytes
-        client.xdel("groups", *(key for key, _ in entries))
-        return total
-
-    return take
-
-
-# Measuring
 
 
 def measure(kind: str, producers: int, kilobytes: int, seconds: float) -> dict[str, float]:
@@ -357,7 +91,7 @@ def _start(kind: str, folder: str, end: Event, stack: contextlib.ExitStack) -> t
     process = SPAWN.Process(target=serve, args=(folder, kind == "journal", end), daemon=True)
     process.start()
     stack.callback(lambda: (end.set(), process.join(20)))
-    address = server.read_address(server.Path(folder), timeout_s=60)
+    address = read_address(Path(folder), timeout_s=60)
     pair = (bare_producer, bare_consumer) if kind == "bare" else (replay_producer, replay_consumer)
     return address, process.pid, *pair
 
@@ -440,14 +174,30 @@ def main() -> None:
                 row |= measure(kind, producers, kilobytes, args.seconds)
                 rows.append(row)
                 print(_line(row), flush=True)
-    print(json.dumps({"benchmark": "replay", "cpus": os.cpu_count(), "rows": rows}))
+    summary = {"vs_bare": ratios(rows, "replay", "bare"), "vs_redis_aof": ratios(rows, "journal", "redis-aof")}
+    summary |= {"vs_redis": ratios(rows, "journal", "redis"), "journal_cost": ratios(rows, "journal", "replay")}
+    print(json.dumps({"benchmark": "replay", "cpus": os.cpu_count(), **summary, "rows": rows}))
+
+
+def ratios(rows: list[dict[str, Any]], one: str, other: str) -> dict[str, list[float]]:
+    """ "producers x KB" -> [MB/s of `one` over those of `other`, CPU per group of `other` over that of `one`]."""
+    cells = {(r["producers"], r["kb"], r["through"]): r for r in rows}
+    found = {}
+    for (producers, kilobytes, through), row in cells.items():
+        base = cells.get((producers, kilobytes, other))
+        if through == one and base is not None:
+            speed = row["mb_per_s"] / base["mb_per_s"]
+            cpu = base["cpu_us_per_group"] / row["cpu_us_per_group"]
+            found[f"{producers}x{kilobytes}"] = [round(speed, 2), round(cpu, 2)]
+    return found
 
 
 def _line(row: dict[str, Any]) -> str:
     insert = f"{row.get('insert_p50_ms', 0):.1f} / {row.get('insert_p99_ms', 0):.1f}"
     take = f"{row['take_p50_ms']:.1f} / {row['take_p99_ms']:.1f}"
+    speed = f"{row['groups_per_s']:>9.0f} {row['mb_per_s']:>7.0f}"
     return (
-        f"{row['producers']:>9} {row['kb']:>5} {row['through']:>10} {row['groups_per_s']:>9.0f} {row['mb_per_s']:>7.0f} "
+        f"{row['producers']:>9} {row['kb']:>5} {row['through']:>10} {speed} "
         f"{insert:>18} {take:>16} {row['server_us_per_group']:>9.0f} {row['cpu_us_per_group']:>7.0f}"
     )
 

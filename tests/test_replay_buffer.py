@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from replay_helpers import lease_all, make_buffer, make_parcel
 
 from asyncrl.replay.buffer import MAX_ATTEMPTS, Buffer
 from asyncrl.replay.ledger import EndlessRejection
+from asyncrl.replay.line import Line, Seat
+from asyncrl.replay.samplers import oldest_first
 from asyncrl.replay.staleness import StalenessExceeded
-from asyncrl.types import NOT_SAMPLED
+from asyncrl.types import NOT_SAMPLED, Prompt
 
 
 def fill(buffer: Buffer, leases: list[int], *, version: int = 0, length: int = 3) -> None:
@@ -315,3 +319,16 @@ def test_environment_that_skips_an_id_is_refused() -> None:
     next(buffer.prompts)
     with pytest.raises(ValueError, match="expected 0, got 1"):
         lease_all(buffer)
+
+
+@given(st.lists(st.sampled_from("wbu"), max_size=20), st.integers(1, 5), st.none() | st.integers(1, 8))
+def test_default_order_needs_no_heap(states: list[str], num_groups: int, window: int | None) -> None:
+    """w: waiting or in flight, b: buffered, u: used up."""
+    line, parcel = Line(), make_parcel(0, versions=[0])
+    for position, state in enumerate(states):
+        seat = Seat(position=position, prompt=Prompt(id=position, prompt=""), used_up=state == "u")
+        seat.parcel = parcel if state == "b" else None
+        line.append(seat)
+    general = line.choose(step=1, num_groups=num_groups, window=window, sampler=lambda seat, step: seat.position)
+    fast = line.choose(step=1, num_groups=num_groups, window=window, sampler=oldest_first)
+    assert general == fast

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from asyncrl.replay.parcel import Parcel
-from asyncrl.replay.samplers import Sampler
+from asyncrl.replay.samplers import Sampler, oldest_first
 from asyncrl.types import NOT_SAMPLED, Prompt
 
 
@@ -106,6 +106,8 @@ class Line:
         Picks one by one. The window covers `window` seats from the oldest that is neither used up nor picked for this
         batch; None covers everything.
         """
+        if sampler is oldest_first:
+            return self._choose_oldest(num_groups=num_groups, window=window)
         seats = list(self.seats.values())
         picked: set[int] = set()
         open_: list[tuple[float, int]] = []
@@ -122,6 +124,21 @@ class Line:
                 return None
             picked.add(heapq.heappop(open_)[1])
         return [self.seats[p] for p in sorted(picked)]
+
+    def _choose_oldest(self, *, num_groups: int, window: int | None) -> list[Seat] | None:
+        """The same for the default order, without a heap: the window stands still at the first seat without a group."""
+        chosen: list[Seat] = []
+        end: int | None = None
+        for i, seat in enumerate(self.seats.values()):
+            if end is not None and i >= end:
+                return None
+            if seat.parcel is not None:
+                chosen.append(seat)
+                if len(chosen) == num_groups:
+                    return chosen
+            elif not seat.used_up and end is None and window is not None:
+                end = i + window
+        return None
 
     def anchor(self, default: int) -> int:
         """Position of the oldest seat that is not used up; `default` when there is none."""

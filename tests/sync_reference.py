@@ -17,7 +17,7 @@ from asyncrl.chat import Chat
 from asyncrl.generation.local import LocalEngine
 from asyncrl.generation.rollout import RolloutLoop
 from asyncrl.replay.messages import Lease
-from asyncrl.settings import Run
+from asyncrl.settings import Run, save
 from asyncrl.training.batch import prepare
 from asyncrl.training.member import Member
 from asyncrl.training.model import published
@@ -47,6 +47,7 @@ class Basket:
 
 def train_synchronously(run: Run, ranks: Ranks) -> list[dict[str, float]]:
     """The rows of `run.config.training.steps` steps, each with the learner's metrics."""
+    save(run)
     member = Member(run, ranks)
     try:
         return asyncio.run(_loop(run, member))

@@ -135,3 +135,43 @@ def test_a_wait_without_generators_ends_in_its_diagnosis(tmp_path):
     error = json.loads((run.dir / "errors" / "trainer-0.json").read_text())
     assert "TakeTimeout" in error["traceback"]
     assert "no generator" in error["traceback"]
+
+
+def test_a_resumed_run_goes_on_from_its_checkpoint(tmp_path):
+    with world(tmp_path) as (run, address):
+        codes, output = finish(start(run, address))
+    assert codes == [0], output
+    with world(tmp_path, training__steps=5) as (run, address):
+        codes, output = finish(start(run, address, num_ranks=2))
+    assert codes == [0, 0], output
+    rows = rows_of(run)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert all(row["ledger/balance"] == 0 for row in rows[1:])
+
+
+def test_the_end_of_the_data_is_the_end_of_the_run(tmp_path):
+    """Ten prompts make two batches of four; two are left over."""
+    module = tmp_path / "ten_prompts.py"
+    module.write_text(TEN_PROMPTS)
+    keys = {"imports": [str(module)], "env__name": "ten_prompts", "training__warmup_sft_steps": 0, "training__steps": 9}
+    with world(tmp_path / "run", **keys) as (run, address):
+        codes, output = finish(start(run, address))
+    assert codes == [0], output
+    assert [row["step"] for row in rows_of(run)] == [1, 2]
+    assert (run.dir / "checkpoints" / "step-000002" / "COMPLETE").exists()
+    assert (run.dir / "model" / "config.json").exists()
+
+
+TEN_PROMPTS = """
+from asyncrl.env import Env
+from asyncrl.registry import register_env
+from asyncrl.types import Prompt
+
+@register_env("ten_prompts")
+class TenPrompts(Env):
+    def prompts(self, start=0):
+        return (Prompt(id=i, prompt="a") for i in range(start, 10))
+
+    def score(self, text, prompt):
+        return 0.0
+"""

@@ -10,6 +10,7 @@ from asyncrl.models import build_model
 from asyncrl.training.attention import flex, make_layout, packed_input, sdpa
 from asyncrl.training.model import choose_attention, published
 from asyncrl.training.packing import pack
+from asyncrl.training.packing_check import check_packing
 from asyncrl.training.ranks import make_mesh
 
 LENGTHS = (9, 3, 17, 2, 1, 16, 8)
@@ -61,9 +62,11 @@ def test_packed_forward_and_gradients_equal_unpacked_ones(tmp_path, architecture
 def test_flex_and_sdpa_attend_alike():
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, sum(LENGTHS), 16, generator=generator) for heads in (4, 2, 2))
-    layout = make_layout(np.array(LENGTHS), "cpu", flex=True)
     module = torch.nn.Identity()
-    outputs = [attend(module, query, key, value, None, layout=layout)[0] for attend in (sdpa, flex)]
+    outputs = [
+        attend(module, query, key, value, None, layout=make_layout(np.array(LENGTHS), "cpu", kind))[0]
+        for attend, kind in ((sdpa, "sdpa"), (flex, "flex"))
+    ]
     torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
 
 
@@ -154,3 +157,27 @@ def test_tensor_parallel_training_is_refused():
 def test_degrees_that_do_not_fit_the_ranks_are_refused():
     with pytest.raises(ValueError, match="number of trainer ranks, 1"):
         make_mesh(ParallelismConfig(data_parallel_replicate_degree=2), lone_rank())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_that_packs_well_passes_the_check_at_the_start(dtype):
+    check_packing(lone_policy(config_for(dtype=dtype)), lone_rank(), dtype=getattr(torch, dtype))
+
+
+def test_a_model_whose_tokens_see_across_the_boundary_is_refused_at_the_start(tmp_path):
+    policy = lone_policy(config_for(save_random_model(tmp_path, "Llama")))
+    norm = policy.lm.base_model.norm
+
+    class Leaky(torch.nn.Module):
+        def forward(self, hidden):
+            return norm(hidden + hidden.cumsum(1))
+
+    policy.lm.base_model.norm = Leaky()
+    with pytest.raises(ValueError, match="see across the boundary"):
+        check_packing(policy, lone_rank(), dtype=torch.float32)
+
+
+def test_a_model_that_keeps_the_layout_to_itself_is_refused():
+    heads = torch.randn(1, 2, 4, 8)
+    with pytest.raises(ValueError, match="gets no packing layout"):
+        sdpa(torch.nn.Identity(), heads, heads, heads, None)

@@ -23,7 +23,7 @@ from asyncrl.settings import load, resolve, save
 pytestmark = pytest.mark.slow
 OVERRIDES = {
     "training.steps": 3, "training.batch_size": 4, "algo.n_samples": 2, "training.warmup_sft_steps": 2,
-    "checkpoint.every": 2, "replay.target_lag": 1, "supervise.stall_limit_s": 60, "metrics.trackers": ["jsonl"],
+    "checkpoint.every": 2, "replay.target_lag": 1, "supervise.stall_limit_s": 120, "metrics.trackers": ["jsonl"],
 }  # fmt: skip
 
 
@@ -54,6 +54,7 @@ async def generator(address, size):
     """Random tokens of the version of each lease, until the run is finished."""
     client = AsyncReplayClient(address)
     await client.hello()
+    await client.lookup("weights", 240)  # as a real one: nothing is leased before this trainer is there
     while leases := await client.lease(4):
         for lease in leases:
             (group,) = random_groups(1, size, seed=lease.id, version=lease.version)
@@ -83,7 +84,7 @@ def start(run, address, num_ranks=1):
     ]
 
 
-def finish(processes, timeout_s=120):
+def finish(processes, timeout_s=240):
     try:
         outputs = [process.communicate(timeout=timeout_s)[0] for process in processes]
     finally:
@@ -117,12 +118,12 @@ def test_a_run_from_warm_up_to_export(tmp_path, num_ranks):
 def test_a_signal_while_it_waits_ends_it_with_a_checkpoint(tmp_path):
     with world(tmp_path, generate=False) as (run, address):
         processes = start(run, address)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while not (run.dir / "metrics.jsonl").exists() or not rows_of(run):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         processes[0].send_signal(signal.SIGTERM)
-        codes, output = finish(processes, timeout_s=30)
+        codes, output = finish(processes, timeout_s=120)
     assert codes == [0], output
     assert (run.dir / "checkpoints" / "step-000000" / "COMPLETE").exists()
     assert not (run.dir / "model").exists()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,8 +18,21 @@ from torch import Tensor, nn
 
 from asyncrl.training.packing import Packed
 
+Kind = Literal["sdpa", "flash", "flex"]
 BUCKET_RATIO = 0.75
 """A row joins a bucket when it is at least this share of the bucket's longest: a quarter of padding at worst."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Rows:
+    """Sequences as padded rows in buckets of similar length, for `sdpa`."""
+
+    buckets: tuple[Tensor, ...]
+    """int64 (rows, longest) each: positions in the packed order; padding repeats a row's last position."""
+    kept: tuple[Tensor, ...]
+    """int64 each: the flat places in a bucket that are not padding."""
+    order_S: Tensor
+    """int64 (S,): where in the buckets' kept places, end to end, each packed position is."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -29,14 +42,10 @@ class Layout:
     cu_seqlens: Tensor
     """int32 (sequences + 1,): where each begins, and the end."""
     max_length: int
-    buckets: tuple[Tensor, ...]
-    """int64 (rows, longest) each: positions in the packed order; padding repeats a row's last position."""
-    kept: tuple[Tensor, ...]
-    """int64 each: the flat places in a bucket that are not padding."""
-    order_S: Tensor
-    """int64 (S,): where in the buckets' kept places, end to end, each packed position is."""
+    rows: Rows | None = None
+    """What `sdpa` needs; None for the others."""
     block_mask: Any = None
-    """flex's BlockMask; None for the others."""
+    """What `flex` needs; None for the others."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -50,8 +59,8 @@ class PackedInput:
     targets_T: Tensor
 
 
-def packed_input(packed: Packed, device: torch.device | str, *, flex: bool = False) -> PackedInput:
-    """A packed micro-batch on its device; `flex` adds the block mask."""
+def packed_input(packed: Packed, device: torch.device | str, kind: Kind = "sdpa") -> PackedInput:
+    """A packed micro-batch on its device, with what one kind of attention needs."""
 
     def put(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device)
@@ -59,14 +68,24 @@ def packed_input(packed: Packed, device: torch.device | str, *, flex: bool = Fal
     return PackedInput(
         input_ids_S=put(packed.token_ids_S),
         positions_S=put(packed.positions_S),
-        layout=make_layout(packed.lengths, device, flex=flex),
+        layout=make_layout(packed.lengths, device, kind),
         predictors_T=put(packed.predictors_T),
         targets_T=put(packed.targets_T),
     )
 
 
-def make_layout(lengths: np.ndarray, device: torch.device | str, *, flex: bool = False) -> Layout:
+def make_layout(lengths: np.ndarray, device: torch.device | str, kind: Kind = "sdpa") -> Layout:
     """Lengths of the sequences, in order -> their layout."""
+    ends = np.cumsum(lengths)
+    return Layout(
+        cu_seqlens=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)).to(device),
+        max_length=int(lengths.max()),
+        rows=_make_rows(lengths, device) if kind == "sdpa" else None,
+        block_mask=_block_mask(lengths, device) if kind == "flex" else None,
+    )
+
+
+def _make_rows(lengths: np.ndarray, device: torch.device | str) -> Rows:
     ends = np.cumsum(lengths)
     starts, buckets, kept, places = ends - lengths, [], [], []
     for rows in _buckets(lengths):
@@ -79,13 +98,10 @@ def make_layout(lengths: np.ndarray, device: torch.device | str, *, flex: bool =
         places.append(positions[inside])
     order = np.empty(int(ends[-1]), np.int64)
     order[np.concatenate(places)] = np.arange(len(order))
-    return Layout(
-        cu_seqlens=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)).to(device),
-        max_length=int(lengths.max()),
+    return Rows(
         buckets=tuple(torch.from_numpy(b).to(device) for b in buckets),
         kept=tuple(torch.from_numpy(k).to(device) for k in kept),
         order_S=torch.from_numpy(order).to(device),
-        block_mask=_block_mask(lengths, device) if flex else None,
     )
 
 
@@ -119,20 +135,22 @@ def sdpa(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    layout: Layout,
+    layout: Layout | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **ignored: Any,  # transformers passes dropout and others here; dropout is always off (model.py)
 ) -> tuple[Tensor, None]:
     """Causal attention within each sequence; query (1, heads, S, D) -> (1, S, heads, D)."""
+    layout = _given(layout, module)
     key, value = _all_heads(query, key, value)
-    pieces = []
-    for positions, kept in zip(layout.buckets, layout.kept, strict=True):
+    rows, pieces = layout.rows, []
+    assert rows is not None
+    for positions, kept in zip(rows.buckets, rows.kept, strict=True):
         q, k, v = (_rows(tensor, positions) for tensor in (query, key, value))
         band = _band(positions.shape[1], sliding_window, query.device)
         out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=band, is_causal=band is None, scale=scaling)
         pieces.append(out.transpose(1, 2).flatten(0, 1)[kept])
-    return torch.cat(pieces)[layout.order_S][None], None
+    return torch.cat(pieces)[rows.order_S][None], None
 
 
 def _rows(tensor: Tensor, positions: Tensor) -> Tensor:
@@ -156,7 +174,7 @@ def flash(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    layout: Layout,
+    layout: Layout | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **ignored: Any,
@@ -164,9 +182,12 @@ def flash(
     """The same through torch's variable-length FlashAttention; half precision, GPUs from Ampere on."""
     from torch.nn.attention.varlen import varlen_attn
 
+    layout = _given(layout, module)
     key, value = _all_heads(query, key, value)
     out = varlen_attn(
-        *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
         layout.cu_seqlens,
         layout.cu_seqlens,
         layout.max_length,
@@ -185,11 +206,12 @@ def flex(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    layout: Layout,
+    layout: Layout | None = None,
     scaling: float | None = None,
     **ignored: Any,  # model.py refuses sliding windows with flex
 ) -> tuple[Tensor, None]:
     """The same through torch's flex attention with the layout's block mask."""
+    layout = _given(layout, module)
     attend = _compiled_flex() if query.is_cuda else _flex()
     out = attend(query, key, value, block_mask=layout.block_mask, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2), None
@@ -204,6 +226,15 @@ def _flex() -> Any:
 @cache
 def _compiled_flex() -> Any:
     return torch.compile(_flex(), dynamic=True)
+
+
+def _given(layout: Layout | None, module: nn.Module) -> Layout:
+    """Without a layout there is no boundary to respect: the model kept the keyword argument to itself."""
+    if layout is None:
+        raise ValueError(
+            f"{type(module).__name__} gets no packing layout from its model, which cannot be trained packed"
+        )
+    return layout
 
 
 def _all_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ import torch
 from asyncrl.algorithm import Algorithm
 from asyncrl.config import Config
 from asyncrl.losses.aggregation import token_weights
-from asyncrl.training.attention import PackedInput, packed_input
+from asyncrl.training.attention import Kind, PackedInput, packed_input
 from asyncrl.training.packing import pack, plan
 from asyncrl.training.ranks import Ranks
 from asyncrl.types import Batch, Episode, Group
@@ -158,7 +158,7 @@ def _minibatches(groups: Sequence[Group], *, count: int, seed: int, step: int) -
     return np.repeat(of_group, [len(group.episodes) for group in groups])
 
 
-def micro_batches(sequences: Sequences, *, config: Config, ranks: Ranks, flex: bool = False) -> list[list[MicroBatch]]:
+def micro_batches(sequences: Sequences, *, config: Config, ranks: Ranks, kind: Kind = "sdpa") -> list[list[MicroBatch]]:
     """This rank's micro-batches, per minibatch. All ranks get the same number; some may hold nothing."""
     starts_B = np.cumsum(sequences.lengths_B) - sequences.lengths_B
     trained_B = np.add.reduceat(sequences.trained_N, starts_B) > 0
@@ -171,12 +171,12 @@ def micro_batches(sequences: Sequences, *, config: Config, ranks: Ranks, flex: b
             budget=config.training.tokens_per_micro_batch,
             count=config.training.gradient_accumulation_steps,
         )
-        result.append([make_micro_batch(sequences, members[i], ranks.device, flex=flex) for i in dealt[ranks.rank]])
+        result.append([make_micro_batch(sequences, members[i], ranks.device, kind) for i in dealt[ranks.rank]])
     return result
 
 
 def make_micro_batch(
-    sequences: Sequences, members: Iterable[int], device: torch.device | str, *, flex: bool = False
+    sequences: Sequences, members: Iterable[int], device: torch.device | str, kind: Kind
 ) -> MicroBatch:
     """The sequences `members`, packed, and what a loss sees of their trained tokens."""
     members = np.asarray(list(members), dtype=np.int64)
@@ -202,5 +202,5 @@ def make_micro_batch(
         weights_T=repeated(sequences.weights_B),
         rewards_T=repeated(sequences.rewards_B),
     )
-    inputs = packed_input(packed, device, flex=flex)
+    inputs = packed_input(packed, device, kind)
     return MicroBatch(inputs=inputs, batch=batch, num_tokens=int(packed.lengths.sum()) if len(members) else 0)

@@ -23,7 +23,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from asyncrl.config import CheckpointConfig
@@ -128,7 +127,7 @@ def _name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def _state(policy: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _state(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     reshard(policy)
     model, optim = get_state_dict(policy, optimizer)
     return {"model": model, "optimizer": optim}

@@ -70,13 +70,11 @@ class Director:
 
     def _begin(self) -> None:
         """Tell the replay server where this run stands, and the generators where weights come from."""
-        start = self.member.start
-        if start.step or self._client.status()["step"]:
+        start, server = self.member.start, self._client.status()
+        if start.step or server["step"] or server["finished"]:
             self._client.rewind(step=start.step, version=start.version)
         if self.member.warm_up:
             self._trackers.log({"step": 0, "version": 0, **self.member.warm_up})
-        assert self.member.sender.address is not None
-        self._client.announce("weights", self.member.sender.address)
         self._publish()
 
     def _await_batch(self) -> Taken | None:
@@ -95,6 +93,7 @@ class Director:
                 serving_s += time.perf_counter() - now
             elif now - beat > self._config.supervise.stall_s:
                 self.member.order(Wait())
+                self._announce()
                 beat = now
         return None
 
@@ -139,6 +138,7 @@ class Director:
 
         Newcomers get the newest weights, also between two syncs: then everybody does.
         """
+        self._announce()
         with self._timer("publish", version=self._step):
             report: SyncReport = self.member.order(Publish(self._step))
         for dropped in report.dropped:
@@ -146,6 +146,11 @@ class Director:
         self._client.publish(version=self._step, step=self._step)
         if report.receivers:
             self._sync = _describe(report)
+
+    def _announce(self) -> None:
+        """Where generators find the weights. Said again and again: the server forgets a client that is silent."""
+        assert self.member.sender.address is not None
+        self._client.announce("weights", self.member.sender.address)
 
     def _save_if_due(self) -> None:
         every = self._config.checkpoint.every

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor
 
-from asyncrl.models import build_model
+from asyncrl.models import TINY, build_model
 from asyncrl.training.model import Policy, published
 from asyncrl.training.ranks import Ranks
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 
 def export(
@@ -36,6 +36,18 @@ def export(
     ranks.barrier()
 
 
+def _generation_config(path: str) -> GenerationConfig | None:
+    """How the original is sampled (its end tokens, for one); None when it says nothing."""
+    from transformers import GenerationConfig
+
+    if path == TINY:
+        return None
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:
+        return None
+
+
 def _write(
     state: dict[str, torch.Tensor], folder: Path, *, path: str, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
 ) -> None:
@@ -45,6 +57,7 @@ def _write(
     assert not unexpected, unexpected
     assert set(missing) <= tied, missing
     model.tie_weights()
+    model.generation_config = _generation_config(path) or model.generation_config
     temporary = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(temporary, ignore_errors=True)
     model.save_pretrained(temporary)

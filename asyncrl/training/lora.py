@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from asyncrl.config import LoraConfig
@@ -28,7 +28,7 @@ def add_adapters(lm: PreTrainedModel, config: LoraConfig, *, seed: int) -> PreTr
     modules = config.target_modules
     adapters = peft.LoraConfig(
         r=config.rank,
-        lora_alpha=config.alpha,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft only divides it by the rank
         target_modules=modules if modules == "all-linear" else modules.split(","),
         lora_dropout=0.0,
     )
@@ -43,15 +43,22 @@ def add_adapters(lm: PreTrainedModel, config: LoraConfig, *, seed: int) -> PreTr
 @contextmanager
 def adapters_off(lm: PreTrainedModel) -> Iterator[None]:
     """Inside, the model is what it was before any adapter was trained."""
-    modules = [module for module in lm.modules() if hasattr(module, "lora_A")]
-    scales = [module.scaling["default"] for module in modules]
-    for module in modules:
-        module.scaling["default"] = 0.0
+    scalings = [_scaling(module) for module in lm.modules() if hasattr(module, "lora_A")]
+    scales = [scaling["default"] for scaling in scalings]
+    for scaling in scalings:
+        scaling["default"] = 0.0
     try:
         yield
     finally:
-        for module, scale in zip(modules, scales, strict=True):
-            module.scaling["default"] = scale
+        for scaling, scale in zip(scalings, scales, strict=True):
+            scaling["default"] = scale
+
+
+def _scaling(module: nn.Module) -> dict[str, float]:
+    """peft's own table: adapter -> alpha / rank."""
+    scaling = module.scaling
+    assert isinstance(scaling, dict)
+    return scaling
 
 
 def merged(named: dict[str, Tensor], lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -62,8 +69,8 @@ def merged(named: dict[str, Tensor], lm: PreTrainedModel) -> Iterator[tuple[str,
             continue
         stem = name.removesuffix(".weight").removesuffix(BASE)
         if stem + A in factors:
-            module = lm.get_submodule(stem)
-            tensor = _plus_product(tensor, named[stem + B], factors[stem + A], module.scaling["default"])
+            scale = _scaling(lm.get_submodule(stem))["default"]
+            tensor = _plus_product(tensor, named[stem + B], factors[stem + A], scale)
         yield name.replace(f"{BASE}.", "."), tensor
 
 

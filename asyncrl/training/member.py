@@ -22,6 +22,7 @@ from asyncrl.training.batch import Sequences
 from asyncrl.training.checkpoint import Checkpointer, Position
 from asyncrl.training.export import export
 from asyncrl.training.model import load_policy, num_parameters, published
+from asyncrl.training.packing_check import check_packing
 from asyncrl.training.ranks import Ranks, make_mesh
 from asyncrl.training.reference import make_reference
 from asyncrl.training.sft import WARMUP_BATCH, train_on_demonstrations, warm_up_rate
@@ -29,6 +30,7 @@ from asyncrl.training.step import Learner
 from asyncrl.weights.sender import WeightSender
 
 log = logging.getLogger(__name__)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Train(msgspec.Struct, frozen=True, tag=True):
@@ -75,6 +77,7 @@ class Member:
             self.tokenizer.chat_template = config.model.chat_template
         self._mesh = make_mesh(config.parallelism, ranks)
         self.policy = load_policy(config, ranks, self._mesh)
+        check_packing(self.policy, ranks, dtype=DTYPES[config.training.dtype])
         self.num_parameters = num_parameters(self.policy)
         self.checkpoints = Checkpointer(run.dir / "checkpoints", config=config.checkpoint, ranks=ranks)
         self.warm_up: dict[str, float] = {}
@@ -141,11 +144,11 @@ class Member:
         name = self.run.config.generation.dtype
         if name == "auto":
             name = "bfloat16" if self.ranks.device.type == "cuda" else "float32"
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+        return DTYPES[name]
 
     def _export(self, folder: Path) -> None:
         config = self.run.config
-        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.training.dtype]
+        dtype = DTYPES[config.training.dtype]
         export(self.policy, folder, path=config.model.path, tokenizer=self.tokenizer, dtype=dtype, ranks=self.ranks)
 
     def _warm_up(self) -> None:

@@ -8,7 +8,7 @@ logits.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from asyncrl.config import Config
 from asyncrl.models import build_model
 from asyncrl.training import attention, lora
-from asyncrl.training.attention import PackedInput
+from asyncrl.training.attention import Kind, PackedInput
 from asyncrl.training.logprobs import chosen_logprobs
 from asyncrl.training.ranks import Ranks
 
@@ -36,7 +36,7 @@ LOGIT_CHANGERS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 class Policy(nn.Module):
     """A causal LM as the trainer sees it. The output layer runs inside FSDP's forward, where its weight is whole."""
 
-    def __init__(self, lm: PreTrainedModel, *, kind: str) -> None:
+    def __init__(self, lm: PreTrainedModel, *, kind: Kind) -> None:
         super().__init__()
         self.lm = lm
         self.kind = kind
@@ -110,7 +110,9 @@ def load_policy(
     return policy.train()
 
 
-def choose_attention(wanted: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> str:
+def choose_attention(
+    wanted: Kind | Literal["auto"], config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+) -> Kind:
     """Which attention to use. Raises ValueError for models whose layers let information cross sequence boundaries."""
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
     if unknown := layers - {"full_attention", "sliding_attention"}:
@@ -139,7 +141,7 @@ def choose_attention(wanted: str, config: PreTrainedConfig, dtype: torch.dtype, 
     return wanted
 
 
-def _prepare(lm: PreTrainedModel, kind: str, *, checkpointing: bool) -> None:
+def _prepare(lm: PreTrainedModel, kind: Kind, *, checkpointing: bool) -> None:
     """Packed attention, no dropout (the sampler had none), and recomputation when asked."""
     from transformers import AttentionInterface
 
@@ -198,6 +200,12 @@ def reshard(policy: Policy) -> None:
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def expect_backward(policy: Policy, *, last: bool) -> None:
+    """Tell FSDP whether the next backward pass is the last before the optimiser's step."""
+    assert isinstance(policy, FSDPModule)
+    policy.set_is_last_backward(last)
 
 
 def num_parameters(policy: Policy) -> int:

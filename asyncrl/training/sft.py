@@ -75,7 +75,7 @@ def _step(policy: Policy, batch: list[tuple[np.ndarray, np.ndarray]], *, config:
     totals = Totals()
     for members in dealt[ranks.rank]:
         packed = pack([batch[i][0] for i in members], [batch[i][1] for i in members])
-        inputs = packed_input(packed, ranks.device, flex=policy.kind == "flex")
+        inputs = packed_input(packed, ranks.device, policy.kind)
         loss = -policy(inputs)[0].sum() / total
         loss.backward()
         totals.add("loss", loss)

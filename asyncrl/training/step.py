@@ -18,7 +18,7 @@ from asyncrl.config import Config
 from asyncrl.losses import diagnostics
 from asyncrl.losses.tokens import LOG_BOUND
 from asyncrl.training.batch import MicroBatch, Sequences, micro_batches
-from asyncrl.training.model import Policy, reshard
+from asyncrl.training.model import Policy, expect_backward, reshard
 from asyncrl.training.optimizer import apply_gradients, learning_rate, make_optimizer
 from asyncrl.training.ranks import Ranks
 from asyncrl.training.totals import Totals
@@ -45,13 +45,12 @@ class Learner:
         Everything random in a step depends on (seed, step, rank), so a resumed run draws what this one would have.
         """
         torch.manual_seed(hash((self.config.seed, step, self.ranks.rank)) & 0x7FFFFFFF)
-        flex = self.policy.kind == "flex"
-        minibatches = micro_batches(sequences, config=self.config, ranks=self.ranks, flex=flex)
+        minibatches = micro_batches(sequences, config=self.config, ranks=self.ranks, kind=self.policy.kind)
         batch_totals = Totals()
         for minibatch in self._before(minibatches):
             totals = Totals()
             for index, micro in enumerate(minibatch):
-                self.policy.set_is_last_backward(index == len(minibatch) - 1)
+                expect_backward(self.policy, last=index == len(minibatch) - 1)
                 self.accumulate(micro, totals)
             totals = totals.over_ranks(self.ranks)
             self._apply(totals, step)

@@ -41,7 +41,7 @@ def make_group(
             token_ids=np.arange(length, dtype=np.int32),
             logprobs=np.full(length, -0.5, np.float32),
             versions=np.full(length, version, np.int32),
-            loss_mask=np.ones(length, bool),
+            loss_mask=np.full(length, version >= 0),
             reward=reward + i,
             finish_reason="stop",
             text="abc",

@@ -15,7 +15,7 @@ One body frame and not six: below about 64 KB a frame costs more than its bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -34,6 +34,7 @@ MAX_FRAME_BYTES = 1 << 30
 """Longest frame of any kind; the sockets refuse longer ones before they allocate."""
 MAX_EPISODES = 1 << 16
 _CONVERSIONS = (np.int32, np.int32, np.float32, np.int32, np.uint8)
+_BYTES: np.dtype = np.dtype(np.uint8)
 _DTYPES = tuple(np.dtype(t).newbyteorder("<") for t in _CONVERSIONS)
 
 Frame = bytes | bytearray | memoryview
@@ -158,6 +159,8 @@ def unpack_group(frames: Sequence[Frame]) -> Group:
     if not len(detail.finish_reasons) == len(detail.named_rewards) == len(detail.metadata) == G:
         raise ValueError(f"a group's header must describe {G} episodes in every field")
     *arrays, texts_frame = columns_of(header, frames[1])
+    if arrays[4].size and arrays[4].max() > 1:
+        raise ValueError("a group's mask must hold 0 and 1 only")
     prompts, ids, logprobs, versions, mask = (a.astype(t) for a, t in zip(arrays, _CONVERSIONS, strict=True))
     prompt_parts = _cut(prompts, header.prompt_lengths) * (G if len(header.prompt_lengths) == 1 else 1)
     columns = [_cut(a, header.lengths) for a in (ids, logprobs, versions, mask.view(bool))]
@@ -181,41 +184,48 @@ def unpack_group(frames: Sequence[Frame]) -> Group:
 
 
 def check_group(frames: Sequence[Frame]) -> GroupHeader:
-    """The header of a group whose frames have exactly the sizes that it announces; ValueError otherwise."""
+    """The header of a group whose body has exactly the size that it announces; ValueError otherwise."""
     if len(frames) != FRAMES_PER_GROUP:
         raise ValueError(f"a group has {FRAMES_PER_GROUP} frames, got {len(frames)}")
     header: GroupHeader = _unpack_header(frames[0], _GROUPS)
     G, num_prompts = len(header.lengths), len(header.prompt_lengths)
     if G == 0 or num_prompts not in (1, G) or len(header.text_lengths) != G or len(header.rewards) != G:
         raise ValueError(f"a group's header must describe {max(G, 1)} episodes in every field")
-    expected, got = _spans(header)[-1].stop, _size(frames[1])
-    if got != expected:
+    expected = 4 * sum(header.prompt_lengths) + 13 * sum(header.lengths) + sum(header.text_lengths)
+    if (got := _size(frames[1])) != expected:
         raise ValueError(f"a group's body must have {expected} bytes as its header says, got {got}")
-    mask = columns_of(header, frames[1])[4]
-    if mask.size and mask.max() > 1:
-        raise ValueError("a group's mask must hold 0 and 1 only")
     return header
+
+
+def version_range(header: GroupHeader, body: Frame) -> tuple[int, int]:
+    """Smallest and largest version among the trained tokens of a checked group; NOT_SAMPLED when there is none.
+
+    Raises ValueError when the mask holds anything but 0 and 1, or a trained token has no version.
+    """
+    _, _, _, versions, mask, _ = columns_of(header, body)
+    least, most = (int(mask.min()), int(mask.max())) if mask.size else (0, 0)
+    if most > 1:
+        raise ValueError("a group's mask must hold 0 and 1 only")
+    if most == 0:
+        return NOT_SAMPLED, NOT_SAMPLED
+    if least == 0:
+        versions = versions[mask.view(bool)]
+    if (oldest := int(versions.min())) < 0:
+        raise ValueError(f"a trained token must have the version that sampled it, got {oldest}")
+    return oldest, int(versions.max())
 
 
 def columns_of(header: GroupHeader, body: Frame) -> list[np.ndarray]:
     """Views of a body: prompt ids, token ids, log-probabilities, versions, mask, and the bytes of the texts."""
     whole = np.frombuffer(body, np.uint8)
-    return [whole[span].view(dtype) for span, dtype in zip(_spans(header), (*_DTYPES, np.dtype(np.uint8)), strict=True)]
-
-
-def version_range(header: GroupHeader, body: Frame) -> tuple[int, int]:
-    """Smallest and largest version among the trained tokens of a checked group; NOT_SAMPLED when there is none."""
-    _, _, _, versions, mask, _ = columns_of(header, body)
-    if not mask.all():
-        versions = versions[mask.view(bool)]
-    return (int(versions.min()), int(versions.max())) if len(versions) else (NOT_SAMPLED, NOT_SAMPLED)
+    return [whole[span].view(dtype) for span, dtype in zip(_spans(header), (*_DTYPES, _BYTES), strict=True)]
 
 
 def _spans(header: GroupHeader) -> list[slice]:
     """Where each column lies in the body."""
     P, T = 4 * sum(header.prompt_lengths), sum(header.lengths)
-    ends = list(accumulate((P, 4 * T, 4 * T, 4 * T, T, sum(header.text_lengths))))
-    return [slice(a, b) for a, b in zip((0, *ends), ends, strict=False)]
+    ends = (0, P, P + 4 * T, P + 8 * T, P + 12 * T, P + 13 * T, P + 13 * T + sum(header.text_lengths))
+    return [slice(a, b) for a, b in pairwise(ends)]
 
 
 def _shared_prompts(episodes: list[Episode]) -> list[np.ndarray]:

@@ -19,7 +19,7 @@ from asyncrl.training.packing import pack
 from asyncrl.training.packing_check import check_packing
 from asyncrl.training.ranks import join_ranks, leave_ranks, make_mesh
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 BIG = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512}
 
 

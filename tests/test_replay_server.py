@@ -149,7 +149,7 @@ def test_noise_and_strange_requests_are_counted_and_ignored(tmp_path: Path) -> N
             noise.send_multipart(session.pack(session.begin(), messages.Insert(lease_id=0), [b"x"]))
             assert noise.poll(5000)
             reply = wire.unpack_reply(noise.recv())
-            assert isinstance(reply.body, messages.Refused)
+            assert isinstance(reply.body, messages.Resend)
         context.term()
         client = ReplayClient(made.address, role="status")
         status = client.status()

@@ -31,6 +31,8 @@ ASK_AGAIN_S = 1.0
 """A missing reply is asked after this often."""
 SILENCE_S = 120.0
 """Without a sign of life from the server for this long, a request fails."""
+MAX_FAULTS = 3
+"""A request that could not be read this often was not damaged on the way: it is wrong."""
 CONNECT_S = 0.05
 """Until a connection is there, sending is tried this often."""
 M = TypeVar("M")
@@ -85,6 +87,7 @@ class Exchange:
         self._timeout = TakeTimeout if isinstance(body, messages.Take) else TimeoutError
         self._request = session.pack(self.seq, body, payload)
         self._start = self._heard = time.monotonic()
+        self._faults = 0
         self._timeout_s, self._why = timeout_s, "the replay server has not answered at all"
         self.outgoing: list[wire.Frame] | None = self._request
         """To be sent as soon as the socket takes it."""
@@ -110,7 +113,10 @@ class Exchange:
             case messages.Parked(diagnosis=why):
                 self._why = why
                 return None
-            case messages.Resend():
+            case messages.Resend(fault=fault):
+                self._faults += bool(fault)
+                if self._faults == MAX_FAULTS:
+                    raise ValueError(fault)
                 self.outgoing = self._request
                 return None
             case messages.Refused(message=message, fatal=fatal):

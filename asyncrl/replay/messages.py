@@ -195,7 +195,10 @@ class Parked(_Message):
 
 
 class Resend(_Message):
-    """The request is not known here (a restarted server, a lost connection): send it in full."""
+    """The request is not known here (a restarted server, a lost connection) or could not be read: send it in full."""
+
+    fault: str = ""
+    """What was wrong with it, when it could not be read."""
 
 
 class Refused(_Message):

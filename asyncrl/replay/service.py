@@ -72,7 +72,7 @@ class Service:
     without_generators_since: float | None = None
 
     def handle(self, identity: bytes, frames: Sequence[wire.Frame], now: float) -> None:
-        """One message of one client. What cannot be read is counted and refused. Raises what must end the run."""
+        """One message of one client. What cannot be read is counted and asked for again. Raises what ends the run."""
         try:
             envelope = wire.unpack_request(frames[0] if frames else b"")
             peer = self.peers.hear(envelope, identity, now)
@@ -162,7 +162,10 @@ class Service:
         peer, buffer = waiting.peer, self.buffer
         match body:
             case messages.Insert(lease_id=lease_id):
-                parcel = self._parcel(lease_id, payload)
+                try:
+                    parcel = self._parcel(lease_id, payload)
+                except ValueError as error:
+                    return messages.Resend(fault=str(error))
                 accepted = self._may_end(peer, lease_id) and buffer.insert(lease_id, parcel)
                 if accepted:
                     self.earned.add(length=parcel.length, reward=parcel.reward)
@@ -255,18 +258,19 @@ class Service:
         body, parcels = reply if isinstance(reply, tuple) else (reply, [])
         payload = [frame for parcel in parcels for frame in parcel.frames]
         frames = wire.pack_message(wire.ReplyEnvelope(self.incarnation, seq, body), payload)
-        peer.remember(seq, frames)
+        if not isinstance(body, messages.Resend):
+            peer.remember(seq, frames)
         self._send(peer, frames)
 
     def _refuse(self, identity: bytes, frames: Sequence[wire.Frame], fault: str) -> None:
-        """What cannot be read: tell the sender, if that much can be read, so that it does not wait."""
+        """What cannot be read: ask the sender for it again, if that much can be read, so that it does not wait."""
         self.malformed, self.last_fault = self.malformed + 1, fault
         try:
             seq = wire.unpack_sender(frames[0] if frames else b"").seq
         except ValueError:
             return
-        refusal = wire.ReplyEnvelope(self.incarnation, seq, messages.Refused(message=fault))
-        self.outbox.append((identity, wire.pack_message(refusal)))
+        again = wire.ReplyEnvelope(self.incarnation, seq, messages.Resend(fault=fault))
+        self.outbox.append((identity, wire.pack_message(again)))
 
     def _answer_again(self, peer: Peer, seq: int, now: float) -> None:
         if seq in peer.replies:
@@ -339,7 +343,8 @@ class Service:
         if self.without_generators_since is None:
             self.without_generators_since = now
         waited = now - self.without_generators_since
-        allowed = self.supervise.grace_s + (0 if self.peers.generators() else self.supervise.start_timeout_s)
+        # Before the first lease they may be loading models, too busy to be heard.
+        allowed = self.supervise.grace_s + (0 if self.buffer.next_lease else self.supervise.start_timeout_s)
         if waited > allowed:
             why = self._why(takes[0], now)
             self._reply(takes[0].peer, takes[0].seq, messages.Refused(message=why, fatal=True))

@@ -1,7 +1,7 @@
 """Arithmetic with integers: `12+7=` -> `19`, or the same as a chat question with the answer in tags.
 
-Plain text suits models that were built on the spot and base models; `style: chat` suits instruct models, and `style: bare`
-small ones that cannot keep to tags yet.
+Plain text suits models that were built on the spot and base models; `style: chat` suits instruct models, and
+`style: bare` small ones that cannot keep to tags yet.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Arithmetic(Env):
     def _ask(self, sum_: str) -> str | list[Message]:
         if self.style == "plain":
             return f"{sum_}="
-        wanted = "Give the number in <answer></answer> tags." if self.style == "chat" else "Reply with the number alone."
+        tags, bare = "Give the number in <answer></answer> tags.", "Reply with the number alone."
+        wanted = tags if self.style == "chat" else bare
         return [{"role": "user", "content": f"What is {sum_}? {wanted}"}]
 
     def _expression(self, stream: str, index: int) -> str:

@@ -18,7 +18,18 @@ TRACKERS = ("console", "jsonl", "wandb")
 
 def check(run: Run) -> None:
     """Raise ValueError for the first thing in `run` that cannot work."""
-    for refuse in (_lag, _capacity, _batch, _lengths, _proximal, _processes, _sampling, _addresses, _trackers):
+    for refuse in (
+        _lag,
+        _capacity,
+        _batch,
+        _lengths,
+        _proximal,
+        _processes,
+        _reference,
+        _sampling,
+        _addresses,
+        _trackers,
+    ):
         refuse(run)
     run.algo.check(training=run.config.training, replay=run.config.replay)
     try:
@@ -122,6 +133,23 @@ def _processes(run: Run) -> None:
             f"parallelism degrees (tensor {parallel.tensor_parallel_degree} x replicate "
             f"{parallel.data_parallel_replicate_degree} x shard {shard}) do not make services.trainer.procs {procs}; "
             "set data_parallel_shard_degree to -1 or make the product equal"
+        )
+
+
+def _reference(run: Run) -> None:
+    services = run.config.services
+    reference = services.ref_model
+    if reference.num_replicas or reference.procs != 1:
+        key = "num_replicas" if reference.num_replicas else "procs"
+        raise ValueError(
+            f"services.ref_model.{key} {getattr(reference, key)}: the reference policy has no processes of its own, it "
+            "is sharded over the trainer's ranks; remove the key (services.ref_model.with_gpus false keeps it in host "
+            "memory)"
+        )
+    if reference.with_gpus and services.trainer.with_gpus is False:
+        raise ValueError(
+            "services.ref_model.with_gpus is true and services.trainer.with_gpus false, but the reference policy runs "
+            "on the trainer's devices; remove one of them"
         )
 
 

@@ -225,6 +225,17 @@ class ServiceConfig(Section):
     """Give it GPUs; default: when there are any."""
 
 
+class ReferenceConfig(Section):
+    """The reference policy of a KL. It has no processes of its own: it is sharded over the trainer's ranks."""
+
+    procs: Count = 1
+    """Only 1: the trainer's ranks hold it."""
+    num_replicas: Whole = 0
+    """Only 0: the trainer's ranks hold it."""
+    with_gpus: bool | None = None
+    """False keeps it in host memory; default: on the trainer's devices."""
+
+
 class ServicesConfig(Section):
     """Which processes run, and how many."""
 
@@ -232,8 +243,8 @@ class ServicesConfig(Section):
     """Generators."""
     trainer: ServiceConfig = msgspec.field(default_factory=ServiceConfig)
     """Trainer ranks (procs)."""
-    ref_model: ServiceConfig = msgspec.field(default_factory=lambda: ServiceConfig(num_replicas=0))
-    """The reference policy: beside the trainer (num_replicas 0; with_gpus false keeps it on the CPU) or on its own."""
+    ref_model: ReferenceConfig = msgspec.field(default_factory=ReferenceConfig)
+    """The reference policy of a KL."""
 
 
 class ParallelismConfig(Section):

@@ -49,7 +49,7 @@ def find_gpus() -> list[str]:
 def place(gpus: list[str], services: ServicesConfig) -> Placement:
     """Assign GPUs. Raises ValueError when a role insists on GPUs that are not there."""
     trainer, generator = services.trainer, services.generator
-    for name, service in (("trainer", trainer), ("generator", generator)):
+    for name, service in (("trainer", trainer), ("generator", generator), ("ref_model", services.ref_model)):
         if service.with_gpus and not gpus:
             raise ValueError(
                 f"services.{name}.with_gpus is true, but this machine shows no GPU; remove it or set it false"

@@ -33,11 +33,14 @@ class Task:
     length: int = 3
     prompts: int = 32
     group: int = 8
+    distractors: int = 0
+    """Further tokens that the policy can write and that are always wrong."""
 
     @property
     def shape(self) -> Shape:
-        """The policy: the separator after the prompt is one more symbol, which is never an answer."""
-        return Shape(vocab=self.symbols + 1, outputs=self.symbols, positions=2 * self.length)
+        """The policy: the separator after the prompt is one more symbol, which is never a right answer."""
+        outputs = self.symbols + self.distractors
+        return Shape(vocab=max(self.symbols + 1, outputs), outputs=outputs, positions=2 * self.length)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +185,13 @@ class Stack:
         total.backward()
         self.optimiser.step(lr_M, max_norm=1.0)
         return {"entropy": entropy_M, "ess": ess_M, "ess_sequence": ess_sequence_M, "clipped": clipped}
+
+
+def steps_to(success: np.ndarray, level: float, window: int = 5) -> int | None:
+    """First step at which the mean success of the last `window` steps reaches `level`; None if it never does."""
+    smooth = np.convolve(success, np.ones(window) / window, mode="valid")
+    reached = np.flatnonzero(smooth >= level)
+    return int(reached[0]) + window if len(reached) else None
 
 
 def _ess(weights: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
     python benchmarks/staleness.py --device cuda --out DIR      the whole grid: minutes on one GPU
     python benchmarks/staleness.py --quick                      a corner of it: under two minutes on a CPU
+    python benchmarks/staleness.py --engine                     two lags through `asyncrl train`: minutes on a CPU
 
 A two-layer transformer of 57 thousand parameters learns to write its input backwards from reward alone: 1 if all of
 it is right (exact), or the share that is (dense). `reversal.py` holds the task and the queue; thousands of policies run
@@ -22,7 +23,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from candidates import CANDIDATES, THIRD_ROUND
-from reversal import Cell, Stack, Task
+from reversal import Cell, Stack, Task, steps_to
+from staleness_engine import compare
 
 from asyncrl.algorithm import Algorithm
 from asyncrl.registry import ALGOS
@@ -105,13 +107,6 @@ def _chunks(cells: list[Cell], size: int) -> Iterator[tuple[int, list[Cell]]]:
     for (_, minibatches), group in groups.items():
         for start in range(0, len(group), size):
             yield minibatches, group[start : start + size]
-
-
-def steps_to(success: np.ndarray, level: float, window: int = 5) -> int | None:
-    """First step at which the mean success of the last `window` steps reaches `level`; None if it never does."""
-    smooth = np.convolve(success, np.ones(window) / window, mode="valid")
-    reached = np.flatnonzero(smooth >= level)
-    return int(reached[0]) + window if len(reached) else None
 
 
 def summarise(cells: list[Cell], curves: dict[str, np.ndarray], final: np.ndarray) -> list[dict]:
@@ -207,6 +202,10 @@ def main() -> None:
     """Parse, train, print, write."""
     options = parse()
     torch.manual_seed(0)
+    if options.engine:
+        for label in options.algorithms:
+            compare(options, label, _command(label), make_algorithm(label))
+        return
     cells = [
         Cell(algorithm=a, reward=r, depth=d, lr=lr, seed=s)
         for r in options.rewards
@@ -227,6 +226,12 @@ def main() -> None:
     print(json.dumps(last_line(rows)))
 
 
+def _command(label: str) -> list[str]:
+    """The words that choose this algorithm on the command line."""
+    name, keys = CONTENDERS[label]
+    return ["--algo", name, *(word for key, value in keys.items() for word in (f"--algo.{key}", str(value)))]
+
+
 def write(cells: list[Cell], curves: dict[str, np.ndarray], final: np.ndarray, folder: Path) -> None:
     """results.jsonl, one line per cell, and curves.npz, arrays (steps, cells) in the same order."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -241,6 +246,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--quick", action="store_true", help="a few algorithms on a shorter task: D 0 and 16, two seeds, one rate"
     )
+    parser.add_argument("--engine", action="store_true", help="the same small task through the asynchronous engine")
+    parser.add_argument("--lags", nargs="+", type=int, default=[1, 4], help="target lags of the engine")
+    parser.add_argument("--engine-seeds", type=int, default=1, help="runs of the engine per lag")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, help="folder for results.jsonl, curves.npz and staleness.png")
     parser.add_argument(
@@ -262,6 +270,10 @@ def parse() -> argparse.Namespace:
         options.algorithms = options.algorithms or QUICK
         options.rewards, options.depths, options.lrs = ["exact"], [0, 16], [4e-3]
         options.seeds, options.steps = 2, 160
+        options.symbols, options.length, options.prompts = 4, 2, 8
+    if options.engine:
+        options.algorithms = options.algorithms or ["fade"]
+        options.lrs, options.steps = options.lrs[-1:], min(options.steps, 200)
         options.symbols, options.length, options.prompts = 4, 2, 8
     options.task = Task(symbols=options.symbols, length=options.length, prompts=options.prompts)
     options.algorithms = options.algorithms or list(THIRD_ROUND if options.candidates else CONTENDERS)

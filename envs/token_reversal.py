@@ -20,12 +20,16 @@ class TokenReversal(Env):
 
     length: int = 5
     """How many letters."""
+    alphabet: int = 26
+    """How many different letters."""
     partial: float = 0.0
     """The share of the reward that goes to letters in their right place; 0: all or nothing."""
 
     def __post_init__(self) -> None:
         if self.length < 1:
             raise ValueError(f"env.length must be at least 1, got {self.length}")
+        if not 1 <= self.alphabet <= 26:
+            raise ValueError(f"env.alphabet must be from 1 to 26, got {self.alphabet}")
         if not 0 <= self.partial < 1:
             raise ValueError(f"env.partial must be in [0, 1), got {self.partial}")
 
@@ -50,4 +54,4 @@ class TokenReversal(Env):
             yield f"reverse {letters}=", "".join(seeded(self.seed, "shuffle", index).sample(letters, len(letters)))
 
     def _letters(self, stream: str, index: int) -> str:
-        return "".join(seeded(self.seed, stream, index).choices(string.ascii_lowercase, k=self.length))
+        return "".join(seeded(self.seed, stream, index).choices(string.ascii_lowercase[: self.alphabet], k=self.length))

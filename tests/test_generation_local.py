@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 from collections.abc import Awaitable, Callable
 
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from asyncrl.generation.engine import EngineDead
 from asyncrl.generation.local import LocalEngine
+from asyncrl.generation.runner import Runner, agreeing_sizes
 from asyncrl.models import tiny_config
 from asyncrl.types import Completion, SamplingParams
 
@@ -196,6 +198,13 @@ def test_a_request_that_can_never_be_served_is_refused_at_once():
         return await engine.generate([5], request(0, max_tokens=255))
 
     assert len(serve(use).token_ids) >= 1
+
+
+def test_a_vocabulary_may_be_smaller_than_a_tile_of_rows():
+    config = copy.deepcopy(CONFIGS["qwen3"])
+    config.vocab_size = 8
+    runner = Runner(AutoModelForCausalLM.from_config(config, dtype=torch.float32), num_slots=32)
+    assert agreeing_sizes(runner)[0] == 16
 
 
 def test_learned_positions_bound_the_length_whatever_the_settings_say():

@@ -125,11 +125,12 @@ def agreeing_sizes(runner: Runner) -> list[int]:
     """
     kinds_B = np.array([(slot * 7 + slot // TILE) % TILE for slot in range(runner.num_slots)])
     _fill(runner, kinds_B)
+    tokens_B = kinds_B % runner.model.get_input_embeddings().num_embeddings  # a vocabulary may be smaller than TILE
 
     def decode(size: int, rows: int) -> Tensor:
         runner.sizes = [TILE, size]
         active_B = np.arange(runner.num_slots) < rows
-        return runner.decode(kinds_B + 1, kinds_B * 6, active_B)
+        return runner.decode(tokens_B, kinds_B * 6, active_B)
 
     first = decode(TILE, TILE)
     expected_BV = first[np.argsort(kinds_B[:TILE])[kinds_B]]

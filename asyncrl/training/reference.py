@@ -1,7 +1,7 @@
 """The reference policy: what the trained one may not drift from. Beside the trainer, frozen, on the same ranks.
 
 Called by member.py when the algorithm asks for it. With adapters and no warm-up the reference is the policy without its
-adapters, and costs no memory.
+adapters, and costs no memory, unless `services.ref_model.with_gpus` is false, which asks for a copy in host memory.
 """
 
 from __future__ import annotations
@@ -21,16 +21,11 @@ from asyncrl.training.step import Reference
 def make_reference(
     config: Config, policy: Policy, ranks: Ranks, mesh: DeviceMesh, *, initial: str, temperature: float
 ) -> Reference:
-    """The policy at `initial` (a model path), frozen. Collective. Raises ValueError for a placement there is not."""
-    service = config.services.ref_model
-    if service.num_replicas:
-        raise ValueError(
-            "services.ref_model.num_replicas: the reference policy runs beside the trainer; set it to 0 "
-            "(services.ref_model.with_gpus false keeps it in host memory)"
-        )
-    if config.training.lora.rank and initial == config.model.path:
+    """The policy at `initial` (a model path), frozen. Collective. What cannot work is refused by checks.py."""
+    on_host = config.services.ref_model.with_gpus is False
+    if config.training.lora.rank and initial == config.model.path and not on_host:
         return _without_adapters(policy, temperature)
-    frozen = load_policy(config, ranks, mesh, path=initial, trained=False, offload=service.with_gpus is False)
+    frozen = load_policy(config, ranks, mesh, path=initial, trained=False, offload=on_host)
 
     @torch.no_grad()
     def reference(micro: MicroBatch) -> Tensor:

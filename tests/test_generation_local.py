@@ -64,8 +64,8 @@ async def complete(engine: LocalEngine, wanted: list[tuple[list[int], SamplingPa
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_equal_a_plain_full_forward(name, temperature):
-    wanted = [(p, request(i, max_tokens=60, temperature=temperature, stop=())) for i, p in enumerate(prompts(20))]
-    done = serve(lambda e: complete(e, wanted), build=lambda: make_model(name), max_concurrency=20)
+    wanted = [(p, request(i, max_tokens=60, temperature=temperature, stop=())) for i, p in enumerate(prompts(12))]
+    done = serve(lambda e: complete(e, wanted), build=lambda: make_model(name), max_concurrency=12)
     model = make_model(name)
     for (prompt, _), c in zip(wanted, done, strict=True):
         assert len(c.token_ids) == 60
@@ -88,10 +88,10 @@ def test_temperature_zero_equals_greedy_generate(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_request_gives_the_same_bits_alone_in_a_full_batch_and_joining_late(name):
-    wanted = [(p, request(i, max_tokens=20 + 9 * (i % 8))) for i, p in enumerate(prompts(50))]
+    wanted = [(p, request(i, max_tokens=20 + 9 * (i % 6))) for i, p in enumerate(prompts(40))]
 
     async def alone(engine):
-        return [await engine.generate(p, s) for p, s in wanted[:8]]
+        return [await engine.generate(p, s) for p, s in wanted[:6]]
 
     async def staggered(engine):
         async def later(i):
@@ -99,11 +99,11 @@ def test_a_request_gives_the_same_bits_alone_in_a_full_batch_and_joining_late(na
                 await asyncio.sleep(0)
             return await engine.generate(*wanted[i])
 
-        return await asyncio.gather(*(later(i) for i in reversed(range(50))))
+        return await asyncio.gather(*(later(i) for i in reversed(range(40))))
 
     build = lambda: make_model(name)  # noqa: E731
     one_by_one = serve(alone, build=build, max_concurrency=1)
-    together = serve(lambda e: complete(e, wanted), build=build, max_concurrency=48)
+    together = serve(lambda e: complete(e, wanted), build=build, max_concurrency=40)
     late = serve(staggered, build=build, max_concurrency=37)[::-1]
     assert all(same(a, b) for a, b in zip(one_by_one, together, strict=False))
     assert all(same(a, b) for a, b in zip(together, late, strict=True))

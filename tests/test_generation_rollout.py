@@ -42,13 +42,14 @@ def train(address: str, steps: int, batch_size: int, serve: Callable[[int], None
     return batches, taken.metrics
 
 
-def run_loop(run, steps: int, *, engine: LocalEngine | None = None):
+def run_loop(run, steps: int, *, engine: LocalEngine | None = None, workers: int = 1):
     """Generate for a whole run in this process; returns the batches and the last metrics."""
 
     async def go(address):
         client = AsyncReplayClient(address)
         serve, here = engine or tiny_engine(), asyncio.get_running_loop()
-        pool = RewardPool(run.dir, num_workers=1, timeout_s=run.config.generation.reward_timeout_s, start_timeout_s=60)
+        limit_s = run.config.generation.reward_timeout_s
+        pool = RewardPool(run.dir, num_workers=workers, timeout_s=limit_s, start_timeout_s=60)
         await asyncio.gather(serve.start(), pool.start(), client.hello())
         loop = RolloutLoop(
             engine=serve, env=run.env, algo=run.algo, client=client, chat=Chat(tokenizer=load_tokenizer("tiny")),
@@ -89,24 +90,34 @@ def test_every_group_that_comes_out_is_whole_in_order_and_scored(tmp_path):
 
 FAILURES = {
     "raise": "reward_error", "nan": "reward_error", "text": "reward_error", "none": "reward_error",
-    "crash": "reward_error", "hang": "reward_timeout", "long": "too_long", "explode": "rollout_error",
-    "slow": "rollout_timeout", "nothing": "rollout_error", "impatient": "rollout_error", "crooked": "rollout_error",
-    "object": "rollout_error",
+    "crash": "reward_error", "long": "too_long", "explode": "rollout_error", "nothing": "rollout_error",
+    "impatient": "rollout_error", "crooked": "rollout_error", "object": "rollout_error",
 }  # fmt: skip
 
 
+def dropped(metrics: dict[str, float]) -> dict[str, float]:
+    """Groups dropped by reason, those that occurred."""
+    return {name.removeprefix("dropped/"): n for name, n in metrics.items() if name.startswith("dropped/") and n}
+
+
 def test_whatever_goes_wrong_in_a_rollout_is_a_drop_with_its_reason_and_the_run_goes_on(tmp_path):
-    run = make_run(
-        tmp_path, "good", *FAILURES, training__steps=1, training__seq_len=64, training__batch_size=2,
-        generation__reward_timeout_s=1.0, generation__rollout_timeout_s=6.0,
-    )  # fmt: skip
+    run = make_run(tmp_path, "good", *FAILURES, training__steps=1, training__seq_len=64)
     batches, metrics = run_loop(run, 1)
     assert [g.prompt.id for g in batches[0]] == [0, len(FAILURES) + 1]
-    dropped = {name.removeprefix("dropped/"): n for name, n in metrics.items() if name.startswith("dropped/")}
-    counted = {reason: list(FAILURES.values()).count(reason) for reason in set(FAILURES.values())}
-    assert {reason: n for reason, n in dropped.items() if n} == counted
+    assert dropped(metrics) == {reason: list(FAILURES.values()).count(reason) for reason in set(FAILURES.values())}
     assert metrics["ledger/balance"] == 0
     assert metrics["ledger_tokens/dropped"] > 0
+
+
+def test_a_rollout_or_a_reward_that_never_ends_is_dropped_in_time_and_the_run_goes_on(tmp_path):
+    run = make_run(
+        tmp_path, "slow", "hang", "good", training__steps=1, training__batch_size=1, replay__target_lag=0,
+        generation__reward_timeout_s=2.0, generation__rollout_timeout_s=8.0,
+    )  # fmt: skip
+    batches, metrics = run_loop(run, 1, workers=2)
+    assert [g.prompt.metadata["kind"] for g in batches[0]] == ["good"]
+    assert dropped(metrics).keys() == {"rollout_timeout", "reward_timeout"}
+    assert metrics["ledger/balance"] == 0
 
 
 def test_a_group_that_the_algorithm_does_not_keep_is_dropped_as_filtered(tmp_path):

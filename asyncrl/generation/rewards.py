@@ -12,13 +12,16 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any, TypeVar
 
 from asyncrl.env import Score
 from asyncrl.generation.reward_worker import ANSWER, HEADER, Answer, Ready, Scored, Task, Unscored, frame, length
 from asyncrl.types import Prompt
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class RewardError(RuntimeError):
@@ -37,7 +40,8 @@ class RewardPool:
         self._num_workers = num_workers
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
         self._workers: set[_Worker] = set()
-        self._scoring: set[asyncio.Task[Score]] = set()
+        self._tasks: set[asyncio.Task] = set()
+        self._closed = False
 
     async def start(self) -> None:
         """Start every worker. Raises RuntimeError when one cannot build the environment."""
@@ -55,21 +59,19 @@ class RewardPool:
         """
         worker = await self._idle.get()
         # Shielded: a caller that is cancelled loses interest, but the worker's answer must not meet the next task.
-        scoring = asyncio.create_task(self._score(worker, Task(text=text, prompt=prompt)))
-        self._scoring.add(scoring)
-        scoring.add_done_callback(self._ended)
-        return await asyncio.shield(scoring)
+        return await asyncio.shield(self._keep(self._score(worker, Task(text=text, prompt=prompt))))
 
-    def _ended(self, scoring: asyncio.Task[Score]) -> None:
-        self._scoring.discard(scoring)
-        if not scoring.cancelled():
-            scoring.exception()  # seen, also when nobody waits for it any more
+    def _keep(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A task of the pool's own, whose failure counts as seen also when nobody waits for it any more."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda t: t.cancelled() or t.exception())
+        return task
 
     async def _score(self, worker: _Worker, task: Task) -> Score:
         who = f"the reward of prompt {task.prompt.id}"
         try:
-            if not worker.alive:
-                await worker.start(self._start_timeout_s)
             async with asyncio.timeout(self._timeout_s):
                 answer = await worker.ask(task)
         except TimeoutError:
@@ -78,14 +80,32 @@ class RewardPool:
         except (asyncio.IncompleteReadError, ConnectionError):
             raise RewardError(f"{who} ended its process with code {await worker.wait()}") from None
         finally:
-            self._idle.put_nowait(worker)
+            self._return(worker)
         if isinstance(answer, Unscored):
             raise RewardError(f"{who} failed: {answer.reason}")
         assert isinstance(answer, Scored)
         return answer.score
 
+    def _return(self, worker: _Worker) -> None:
+        """To the idle ones; a dead one is started again first, while the others score."""
+        if worker.alive:
+            self._idle.put_nowait(worker)
+        elif not self._closed:
+            self._keep(self._restart(worker))
+
+    async def _restart(self, worker: _Worker) -> None:
+        try:
+            await worker.start(self._start_timeout_s)
+        except RuntimeError as error:  # the next score finds a dead process, fails, and has it started once more
+            log.warning("%s", error)
+        self._idle.put_nowait(worker)
+
     async def close(self) -> None:
         """Kill the workers; scores that run are lost."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         for worker in self._workers:
             worker.kill()
         for worker in self._workers:

@@ -216,7 +216,7 @@ class ReplayClient:
 
     def _try_send(self, frames: list[wire.Frame]) -> bool:
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:  # not connected (yet, or any more)
             return False
         return True
@@ -336,7 +336,8 @@ class AsyncReplayClient:
 
     def _try_send(self, frames: list[wire.Frame]) -> bool:
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            # Copied: a process that ends without closing must not take the memory away from ZeroMQ's thread.
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:  # not connected (yet, or any more)
             return False
         finally:  # ZeroMQ signals once for all that has come, and sending may have taken the signal

@@ -104,7 +104,8 @@ def _whole_lines(path: Path) -> list[bytes]:
 def open_trackers(run: Run, *, step: int = 0) -> Trackers:
     """The trackers of a run that continues after `step` (0: a new run). Call once, in trainer rank 0.
 
-    metrics.jsonl and samples.jsonl are always written; rows beyond `step` are of an abandoned future and are cut.
+    metrics.jsonl, samples.jsonl and trained.jsonl (the prompts of each step) are always written; rows beyond `step` are
+    of an abandoned future and are cut.
     The console is drawn by the launcher from metrics.jsonl.
     """
     metrics = JsonlTracker(run.dir, after_step=step)

@@ -63,6 +63,10 @@ class Trackers:
         picked = np.linspace(0, len(pairs) - 1, min(self._samples_per_step, len(pairs))).astype(int)
         self._write("samples", [_sample(step, *pairs[i]) for i in picked])
 
+    def trained(self, step: int, groups: Iterable[Group]) -> None:
+        """Which prompts `step` trained on, to trained.jsonl: what a resumed run is checked by."""
+        self._write("trained", [{"step": step, "prompts": [group.prompt.id for group in groups]}])
+
     def close(self) -> None:
         """Flush and end everything; waits at most CLOSE_S for each tracker."""
         for thread in self._threads:
@@ -81,13 +85,13 @@ class Trackers:
 
 
 class JsonlTracker:
-    """metrics.jsonl and samples.jsonl of a run folder, appended line by line."""
+    """metrics.jsonl, samples.jsonl and trained.jsonl of a run folder, appended line by line."""
 
     def __init__(self, run_dir: Path, *, after_step: int) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.elapsed_s = 0.0
         self._files: dict[str, IO[bytes]] = {}
-        for name in ("metrics", "samples"):
+        for name in ("metrics", "samples", "trained"):
             path = run_dir / f"{name}.jsonl"
             kept = _rows_until(path, after_step)
             if name == "metrics" and kept:

@@ -12,6 +12,7 @@ wants: read only checkpoints that you trust.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import zlib
@@ -29,6 +30,7 @@ from asyncrl.config import CheckpointConfig
 from asyncrl.training.model import Policy, reshard
 from asyncrl.training.ranks import Ranks
 
+log = logging.getLogger(__name__)
 MARKER, POSITION = "COMPLETE", "trainer.json"
 
 
@@ -75,10 +77,19 @@ class Checkpointer:
         """The newest complete checkpoint, as rank 0 sees it."""
         name = ""
         if self._ranks.is_first:
-            found = next((p for p in reversed(self.steps()) if is_complete(p)), None)
+            found = self._find_newest()
             name = found.name if found is not None else ""
         name = self._ranks.broadcast(name.encode()).decode()
         return self.folder / name if name else None
+
+    def _find_newest(self) -> Path | None:
+        for part in self.folder.glob(".step-*.part"):
+            log.warning("checkpoint %s was never finished: skipped", part)
+        for path in reversed(self.steps()):
+            if is_complete(path):
+                return path
+            log.warning("checkpoint %s is incomplete or damaged: skipped", path)
+        return None
 
     def load(self, path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> Position:
         """Put weights and optimiser state back, whatever number of ranks wrote them."""

@@ -46,6 +46,8 @@ class Director:
         self._saved = member.start.step if member.start.step else -1
         self._forgotten = -1
         self._idle_s = 0.0
+        self._row_at = time.perf_counter()
+        """End of the last row's step: a row accounts for the time since then, the saving of a checkpoint included."""
         self._sync: dict[str, float] = {}
 
     def conduct(self) -> str:
@@ -53,26 +55,25 @@ class Director:
         replay server; produces versions, rows of metrics, checkpoints. Returns why it ended: `done`, `data` or
         `interrupted`. Raises TakeTimeout with a diagnosis when no batch comes."""
         self._begin()
+        self._row_at = time.perf_counter()
         reason, last = "done", self._config.training.steps
         if self._step < last:
             self._prefetch.begin(self._step + 1)
         while self._step < last:
-            began = time.perf_counter()
             taken = self._await_batch()
             if taken is None or not taken.groups:
                 reason = "interrupted" if taken is None else "data"
                 break
             if self._step + 2 <= last:
                 self._prefetch.begin(self._step + 2)
-            self._train(taken, began)
+            self._train(taken)
         self._end(reason)
         return reason
 
     def _begin(self) -> None:
         """Tell the replay server where this run stands, and the generators where weights come from."""
-        start, server = self.member.start, self._client.status()
-        if start.step or server["step"] or server["finished"]:
-            self._client.rewind(step=start.step, version=start.version)
+        start = self.member.start
+        self._client.rewind(step=start.step, version=start.version)
         if self.member.warm_up:
             self._trackers.log({"step": 0, "version": 0, **self.member.warm_up})
         self._publish()
@@ -97,7 +98,7 @@ class Director:
                 beat = now
         return None
 
-    def _train(self, taken: Taken, began: float) -> None:
+    def _train(self, taken: Taken) -> None:
         step, version = self._step + 1, self._step
         with self._timer("prepare"):
             sequences = prepare(taken.groups, algo=self.run.algo, config=self._config, step=step, version=version)
@@ -106,17 +107,18 @@ class Director:
             row = self.member.order(Train(step), sequences.encode())
         train_s = time.perf_counter() - start
         self._step = step
+        self._trackers.trained(step, taken.groups)
         due = step % self._config.training.sync_interval == 0 or step == self._config.training.steps
         if due or self.member.sender.newcomers():
             self._publish()
-        self._save_if_due()
-        total_s = time.perf_counter() - began
+        ended = time.perf_counter()
         row |= reports.describe_groups(taken.groups) | reports.describe_sequences(sequences) | taken.metrics
         row |= self._sync | self._timer.row() | reports.memory(self.member.ranks.device) | self._evaluated.new()
-        row |= self._speed(row, sequences.lengths_B, train_s=train_s, total_s=total_s)
+        row |= self._speed(row, sequences.lengths_B, train_s=train_s, total_s=ended - self._row_at)
         self._trackers.log({"step": step, "version": step, **row})
         self._trackers.samples(step, taken.groups)
-        self._sync, self._idle_s = {}, 0.0
+        self._sync, self._idle_s, self._row_at = {}, 0.0, ended
+        self._save_if_due()  # last: whoever resumes from this checkpoint finds the rows of all its steps
 
     def _speed(
         self, row: dict[str, float], lengths_B: np.ndarray, *, train_s: float, total_s: float

@@ -26,6 +26,7 @@ from asyncrl.replay import messages, wire
 from asyncrl.replay.buffer import Buffer
 from asyncrl.replay.ledger import EndlessRejection
 from asyncrl.replay.limiter import make_limits
+from asyncrl.replay.seal import seal, unseal
 from asyncrl.replay.service import Service
 from asyncrl.types import Episode, Group, Prompt
 
@@ -154,10 +155,12 @@ class Machine:
         payload = []
         if isinstance(body, messages.Insert):
             payload = [bytes(f) for f in wire.pack_group(make_group(rng, body.lease_id, service.buffer.live_version))]
-        frames = [bytes(f) for f in wire.pack_message(envelope, payload)]
+        frames = [bytes(f) for f in unseal(wire.pack_message(envelope, payload))]
         if rng.random() < 0.2:
             at = rng.randrange(len(frames))
             frames[at] = damage(rng, frames[at])
+        if rng.random() < 0.99:  # sealed after the damage: what somebody sends on purpose
+            frames[0] += seal(frames)
         malformed = service.malformed
         self.now += rng.choice([0.0, 0.0, 0.1, 100.0])
         try:
@@ -193,9 +196,9 @@ def main() -> None:
     inputs = 2000 if args.smoke else args.inputs
     rng, outcomes, process = random.Random(args.seed), Counter[str](), psutil.Process()
     seeds = [
-        bytes(wire.pack_message(wire.Envelope("a", 1, 0, "generator", 0, request(rng)))[0]) for _ in range(100)
+        bytes(unseal(wire.pack_message(wire.Envelope("a", 1, 0, "generator", 0, request(rng))))[0]) for _ in range(100)
     ] + [
-        bytes(wire.pack_message(wire.ReplyEnvelope("s", 1, reply))[0])
+        bytes(unseal(wire.pack_message(wire.ReplyEnvelope("s", 1, reply)))[0])
         for reply in (messages.Done(), messages.Taken(num_groups=2, version=1, metrics={"a": 1.0}), messages.Resend())
     ]
     group = [bytes(f) for f in wire.pack_group(make_group(rng, 3))]

@@ -19,6 +19,7 @@ from asyncrl.config import SuperviseConfig
 from asyncrl.replay import messages, server, wire
 from asyncrl.replay.client import AsyncReplayClient, ReplayClient, Session, TakeTimeout
 from asyncrl.replay.messages import Lease
+from asyncrl.replay.seal import unseal
 
 
 def run_async(work: Callable[[AsyncReplayClient], Awaitable[object]], address: str, *, index: int = 0) -> object:
@@ -148,7 +149,7 @@ def test_noise_and_strange_requests_are_counted_and_ignored(tmp_path: Path) -> N
             session = Session("generator", 0)
             noise.send_multipart(session.pack(session.begin(), messages.Insert(lease_id=0), [b"x"]))
             assert noise.poll(5000)
-            reply = wire.unpack_reply(noise.recv())
+            reply = wire.unpack_reply(unseal(noise.recv_multipart())[0])
             assert isinstance(reply.body, messages.Resend)
         context.term()
         client = ReplayClient(made.address, role="status")
@@ -172,12 +173,12 @@ def test_repeated_and_late_requests_are_answered_once(tmp_path: Path) -> None:
             for _ in range(3):
                 dealer.send_multipart(ask)
                 assert dealer.poll(5000)
-                leases.append(wire.unpack_reply(dealer.recv()).body)
+                leases.append(wire.unpack_reply(unseal(dealer.recv_multipart())[0]).body)
             assert leases[0] == leases[1] == leases[2]
             session.open.clear()
             dealer.send_multipart(session.pack(session.begin(), messages.Hello()))
             assert dealer.poll(5000)
-            dealer.recv()
+            dealer.recv_multipart()
             dealer.send_multipart(ask)  # acknowledged long ago: a duplicate that some network kept
             assert not dealer.poll(300)
         context.term()

@@ -25,6 +25,7 @@ import zmq
 from asyncrl.replay import messages, wire
 from asyncrl.replay.keys import CurveKeys, secure_client
 from asyncrl.replay.messages import Lease, Welcome
+from asyncrl.replay.seal import unseal
 from asyncrl.types import Group
 
 ASK_AGAIN_S = 1.0
@@ -222,8 +223,9 @@ class ReplayClient:
         return True
 
     def _receive(self) -> tuple[wire.ReplyEnvelope | None, list[wire.Frame]]:
-        header, *payload = cast(list[wire.Frame], self._socket.recv_multipart(copy=False))
+        frames = cast(list[wire.Frame], self._socket.recv_multipart(copy=False))
         try:
+            header, *payload = unseal(frames)
             return wire.unpack_reply(header), payload
         except ValueError:  # damaged on the way: asking again brings it once more
             return None, []
@@ -349,11 +351,11 @@ class AsyncReplayClient:
         """Put every reply that has come into the inbox of its request."""
         while not self._socket.closed:
             try:
-                header = self._socket.recv_multipart(zmq.NOBLOCK)[0]
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             try:
-                envelope = wire.unpack_reply(header)
+                envelope = wire.unpack_reply(unseal(frames)[0])
             except ValueError:  # damaged on the way: asking again brings it once more
                 continue
             inbox = self._inboxes.get(envelope.seq)

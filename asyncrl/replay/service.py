@@ -17,6 +17,7 @@ from asyncrl.replay.buffer import Buffer
 from asyncrl.replay.ledger import Means
 from asyncrl.replay.parcel import Parcel, parcel_of
 from asyncrl.replay.peers import Peer, Peers
+from asyncrl.replay.seal import Damaged, unseal
 
 Outgoing = tuple[bytes, list[wire.Frame]]
 FORGET_AFTER_S = 600.0
@@ -72,10 +73,17 @@ class Service:
     without_generators_since: float | None = None
 
     def handle(self, identity: bytes, frames: Sequence[wire.Frame], now: float) -> None:
-        """One message of one client. What cannot be read is counted and asked for again. Raises what ends the run."""
+        """One message of one client. Raises what ends the run.
+
+        What was damaged is counted and ignored, its sender asks again; what cannot be read is asked for again at once.
+        """
         try:
-            envelope = wire.unpack_request(frames[0] if frames else b"")
+            frames = unseal(frames)
+            envelope = wire.unpack_request(frames[0])
             peer = self.peers.hear(envelope, identity, now)
+        except Damaged as error:
+            self.malformed, self.last_fault = self.malformed + 1, str(error)
+            return
         except ValueError as error:
             self._refuse(identity, frames, str(error))
             return

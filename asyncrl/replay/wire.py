@@ -4,7 +4,7 @@ Called by the clients, the server and the journal. Pure: no sockets. Never unpic
 small multiple of the bytes that really arrived: every size is checked before an array is made. Whatever the bytes are,
 the answer is the value or a ValueError that says what was wrong.
 
-    message   header frame [+ payload frames]       header = b"ARL" + schema version + msgpack(Envelope)
+    message   header frame [+ payload frames]       header = b"ARL" + schema version + msgpack(Envelope) + seal (seal.py)
     group     2 frames, header and body: the arrays of all episodes one after the other, little-endian and raw,
               prompt ids i4 | token ids i4 | log-probabilities f4 | versions i4 | mask u1 | texts utf-8
               (prompt ids once when all siblings share them)
@@ -23,6 +23,7 @@ import numpy as np
 
 from asyncrl.replay import messages
 from asyncrl.replay.messages import Reply, Request
+from asyncrl.replay.seal import seal
 from asyncrl.types import NOT_SAMPLED, Episode, FinishReason, Group, Prompt
 
 SCHEMA_VERSION = 1
@@ -99,8 +100,10 @@ class GroupDetail(msgspec.Struct, frozen=True, array_like=True):
 
 
 def pack_message(envelope: Envelope | ReplyEnvelope, payload: Sequence[Frame] = ()) -> list[Frame]:
-    """Envelope -> frames. Raises ValueError when its header is longer than a receiver accepts."""
-    return [_pack_header(envelope), *payload]
+    """Envelope -> frames, sealed: for `seal.unseal`, which gives back header and payload. Raises ValueError when the
+    header is longer than a receiver accepts."""
+    header = _pack_header(envelope)
+    return [header + seal([header, *payload]), *payload]
 
 
 def unpack_request(frame: Frame) -> Envelope:

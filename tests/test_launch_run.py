@@ -75,7 +75,8 @@ def launched(tmp_path):
 
     def start(command: str = "train", **changes: object) -> Launched:
         keys = {**SMALL, **{k.replace("__", "."): v for k, v in changes.items()}}
-        argv = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+        listed = {k: v if isinstance(v, list) else [str(v)] for k, v in keys.items()}
+        argv = [word for key, values in listed.items() for word in (f"--{key}", *values)]
         started.append(Launched(tmp_path / "run", argv, command))
         return started[-1]
 

@@ -198,8 +198,8 @@ def test_a_message_that_was_changed_on_the_way_is_noticed(frames: list[bytes], d
     changed[data.draw(st.integers(0, len(changed) - 1))] ^= data.draw(st.integers(1, 255))
     cut = sealed[which][:-1]
     for others in (
-        sealed[:which] + [bytes(changed)] + sealed[which + 1 :],
-        sealed[:which] + [cut] + sealed[which + 1 :],
+        [*sealed[:which], bytes(changed), *sealed[which + 1 :]],
+        [*sealed[:which], cut, *sealed[which + 1 :]],
         sealed[:which] + sealed[which + 1 :],
     ):
         with pytest.raises(Damaged, match="damaged on the way"):

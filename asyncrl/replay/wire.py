@@ -4,7 +4,7 @@ Called by the clients, the server and the journal. Pure: no sockets. Never unpic
 small multiple of the bytes that really arrived: every size is checked before an array is made. Whatever the bytes are,
 the answer is the value or a ValueError that says what was wrong.
 
-    message   header frame [+ payload frames]       header = b"ARL" + schema version + msgpack(Envelope) + seal (seal.py)
+    message   header frame [+ payload frames]       header = b"ARL" + schema version + msgpack(Envelope) + seal
     group     2 frames, header and body: the arrays of all episodes one after the other, little-endian and raw,
               prompt ids i4 | token ids i4 | log-probabilities f4 | versions i4 | mask u1 | texts utf-8
               (prompt ids once when all siblings share them)

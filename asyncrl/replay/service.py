@@ -354,9 +354,9 @@ class Service:
         # Before the first lease they may be loading models, too busy to be heard.
         allowed = self.supervise.grace_s + (0 if self.buffer.next_lease else self.supervise.start_timeout_s)
         if waited > allowed:
-            why = self._why(takes[0], now)
+            why = f"no generator has been alive for {waited:.0f} s: {self._why(takes[0], now)}"
             self._reply(takes[0].peer, takes[0].seq, messages.Refused(message=why, fatal=True))
-            raise NoGenerators(f"no generator has been alive for {waited:.0f} s: {why}")
+            raise NoGenerators(why)
 
     def _part(self, peer: Peer) -> None:
         self.buffer.release(peer.incarnation)

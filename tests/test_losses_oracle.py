@@ -38,7 +38,7 @@ def test_there_are_combinations_to_test():
 
 
 @pytest.mark.parametrize(("objective", "correction", "anchor"), COMBINATIONS)
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(seed=st.integers(0, 10**6), spread=SPREADS, tightening=st.sampled_from([0.0, 0.3]), normalise=st.booleans())
 def test_stages_equal_the_loops(objective, correction, anchor, seed, spread, tightening, normalise):
     sequences = random_sequences(seed, spread=spread)
@@ -62,7 +62,7 @@ BOUNDS = {
 
 
 @pytest.mark.parametrize("objective", BOUNDS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 10**6), spread=SPREADS)
 def test_bounds_of_objectives_mean_what_the_formula_says(objective, data, seed, spread):
     choice = Choice(objective=objective, bounds={k: data.draw(v, k) for k, v in BOUNDS[objective].items()})
@@ -82,7 +82,7 @@ CORRECTION_BOUNDS = {
 
 
 @pytest.mark.parametrize("correction", CORRECTION_BOUNDS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 10**6), spread=SPREADS, tightening=st.floats(0, 2))
 def test_bounds_of_corrections_mean_what_the_formula_says(correction, data, seed, spread, tightening):
     bounds = {k: data.draw(v, k) for k, v in CORRECTION_BOUNDS[correction].items()}
@@ -96,7 +96,7 @@ KL += [(k, "loss", unbiased) for k in ("k2", "k3") for unbiased in (False, True)
 
 @pytest.mark.parametrize(("kl", "kl_in", "unbiased"), KL)
 @pytest.mark.parametrize("objective", ["ppo_clip", "reinforce", "gspo"])
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(seed=st.integers(0, 10**6), spread=SPREADS, beta=st.floats(1e-4, 2))
 def test_kl_penalties_equal_the_loops(kl, kl_in, unbiased, objective, seed, spread, beta):
     choice = Choice(objective=objective, beta=beta, kl=kl, kl_in=kl_in, kl_unbiased=unbiased)
@@ -106,7 +106,7 @@ def test_kl_penalties_equal_the_loops(kl, kl_in, unbiased, objective, seed, spre
         agree(replace(choice, aggregation=aggregation), random_sequences(seed, spread=spread))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6), spread=st.sampled_from([0.05, 0.3, 1.0, 5.0]), budget=st.floats(0.001, 0.5))
 def test_second_moment_threshold_is_the_exact_one_within_a_bin(seed, spread, budget):
     sequences = random_sequences(seed, num=20, spread=spread)

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zmq
 from chaos_proxy import badly
 from replay_helpers import make_group, make_run, serving
 
+from asyncrl.config import SuperviseConfig
 from asyncrl.replay import client as client_module
-from asyncrl.replay.client import AsyncReplayClient, ReplayClient
+from asyncrl.replay import messages
+from asyncrl.replay.client import AsyncReplayClient, ReplayClient, Session
 from asyncrl.types import Group
 
 P, STEPS, TARGET_LAG = 4, 10, 2
@@ -94,3 +97,30 @@ def test_a_bad_network_loses_doubles_and_changes_nothing(
     assert report["malformed"] > 0
     assert report["ledger"]["ledger/balance"] == 0
     assert report["ledger"]["ledger/trained"] == P * STEPS
+
+
+def test_a_generator_that_fell_silent_does_not_get_its_leases_back_through_a_parked_request(tmp_path: Path) -> None:
+    run = make_run(str(tmp_path), training={"batch_size": 2}, target_lag=0)
+    run.config.supervise = SuperviseConfig(dead_after_s=1.5)
+    context = zmq.Context()
+    with serving(run) as made, context.socket(zmq.DEALER) as silent:
+        trainer = ReplayClient(made.address, role="trainer")
+        trainer.publish(version=0, step=0)
+        silent.connect(made.address)
+        session = Session("generator", 0)
+        silent.send_multipart(session.pack(session.begin(), messages.AskLease(n=2)))
+        assert silent.poll(10_000)
+        silent.send_multipart(session.pack(session.begin(), messages.AskLease(n=2)))  # parked, and no word after it
+
+        async def take_over() -> list[int]:
+            client, prompts = AsyncReplayClient(made.address, index=1), []
+            await client.hello()
+            async with asyncio.timeout(30):
+                while len(prompts) < 2:
+                    prompts += [lease.prompt.id for lease in await client.lease(2)]
+            client.close()
+            return prompts
+
+        assert asyncio.run(take_over()) == [0, 1]
+        trainer.close()
+    context.term()

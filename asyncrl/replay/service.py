@@ -212,6 +212,8 @@ class Service:
         return messages.Done()
 
     def _grant(self, peer: Peer, seq: int, n: int, now: float) -> messages.Leases | None:
+        if peer.silent:  # its request is still parked: it must not get back the leases that its silence has freed
+            return None
         # What there is room for is shared, so that the first to ask does not leave the others idle.
         share = -(-self.buffer.room() // max(1, self.peers.num_alive()))
         seats = self.buffer.lease(min(n, share), owner=peer.incarnation, request=seq, now=now)

@@ -49,6 +49,35 @@ def status_of(run: Launched) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
+def test_a_generator_that_was_stopped_wakes_with_old_leases_and_goes_on(launched):  # noqa: F811
+    run = launched(
+        **QUICK,
+        **{"import": HERE / "chaos_env.py", "env": "lasting", "env__seconds": 1.0, "training__steps": 400},
+        **{"services__generator__num-replicas": 2, "supervise__dead-after-s": 2.0, "supervise__heartbeat-s": 0.3},
+        **{"weights__timeout-s": 3.0},
+    )
+    until(run, lambda: processes(run).get("generator 1", {}).get("leases", 0) > 0)
+    sleeper = run.process_of("generator", 1)
+    sleeper.send_signal(signal.SIGSTOP)
+    until(run, lambda: processes(run)["generator 1"]["silent"])
+    stopped_at = max((row["step"] for row in read_rows(run.dir)), default=0)
+    run.until_step(stopped_at + 3)  # the other one keeps the run going
+    sleeper.send_signal(signal.SIGCONT)
+    until(run, lambda: not (p := processes(run)["generator 1"])["silent"] and p["leases"] > 0)
+    run.until_step(max(row["step"] for row in read_rows(run.dir)) + 3)
+    assert sleeper.is_running()
+    assert "generator 1 ended" not in run.text
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(60) == 130, run.text
+    rows = [row for row in read_rows(run.dir) if row["step"]]
+    assert rows[-1]["dropped/expired"] > 0
+    assert balances(run) == {0}
+    assert max(row["staleness/max"] for row in rows) <= 4
+    prompts = [p for row in read_rows(run.dir, "trained.jsonl") for p in row["prompts"]]
+    assert len(prompts) == len(set(prompts))
+    assert nobody_left(run)
+
+
 def test_a_run_without_any_generator_is_diagnosed_and_then_ends_with_an_error(launched):  # noqa: F811
     run = launched(
         **QUICK,

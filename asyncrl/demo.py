@@ -10,7 +10,7 @@ from typing import Any
 
 TINY: dict[str, Any] = {
     "training": {
-        "steps": 75,
+        "steps": 90,
         "batch_size": 32,
         "learning_rate": 1e-3,
         "seq_len": 64,

@@ -11,8 +11,9 @@ from asyncrl.metrics import read_rows
 from asyncrl.settings import load, resolve
 
 KEYS = {
-    "training.steps": 3, "training.batch_size": 6, "training.warmup_sft_steps": 20, "env.digits": 3, "seed": 3,
-    "replay.target_lag": 0, "services.generator.num_replicas": 1, "services.trainer.procs": 1, "checkpoint.every": 0,
+    "training.steps": 3, "training.batch_size": 6, "training.warmup_sft_steps": 25, "env.digits": 2, "seed": 3,
+    "algo.dynamic_sampling": True, "replay.target_lag": 0, "checkpoint.every": 0,
+    "services.generator.num_replicas": 1, "services.trainer.procs": 1,
 }  # fmt: skip
 
 
@@ -34,4 +35,4 @@ def test_target_lag_0_equals_a_synchronous_loop_bit_for_bit(tmp_path):
         assert row["staleness/max"] == 0
         for name in ("loss", "policy/grad_norm", "policy/entropy", "mismatch/k3", "ratio/max"):
             assert row[name] == plain[name], name  # not approximately
-    assert sum(row["dropped/filtered"] for row in rows[-1:]) > 0, "dynamic sampling should have acted"
+    assert sum(row.get("dropped/filtered", 0) for row in rows) > 0, "dynamic sampling should have acted"

@@ -52,13 +52,6 @@ def test_the_penalty_is_zero_at_the_start_and_pulls_back_later():
     assert rows[1][-1]["policy/kl_ref"] > 0
 
 
-def test_a_reference_of_its_own_process_is_refused():
-    config = config_for()
-    config.services.ref_model.num_replicas = 1
-    with pytest.raises(ValueError, match="beside the trainer"):
-        with_reference(config)
-
-
 def test_an_algorithm_that_needs_a_reference_is_not_trained_without():
     with pytest.raises(ValueError, match="needs a reference"):
         make_learner(GRPO(beta=0.1), config_for(), lone_rank())

@@ -5,7 +5,7 @@ write over a file that is already there and 0.5 ms to insert as a blob, which SQ
 segment whose groups are no longer wanted is written over. What is here without a row in the database does not exist.
 
 A write survives the death of the process as soon as it returns (it is in the kernel's page cache). It is not forced to
-the disk: after a power failure a run resumes from its last checkpoint, and a damaged group is generated again.
+the disk: a power failure may leave a segment damaged, and then restoring says so with a ValueError.
 """
 
 from __future__ import annotations

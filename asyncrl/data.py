@@ -115,6 +115,7 @@ def _open(config: DatasetConfig) -> Any:
         raise ValueError("dataset.path is not set: give a hub name, a folder, or a .jsonl, .parquet or .csv file")
     import datasets
 
+    datasets.disable_progress_bars()  # a complaint is one line, and logs are for what happened
     path, split = Path(config.path).expanduser(), config.split or "train"
     try:
         if path.suffix in FORMATS:

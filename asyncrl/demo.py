@@ -10,9 +10,10 @@ from typing import Any
 
 TINY: dict[str, Any] = {
     "training": {
-        "steps": 90,
+        "steps": 130,
         "batch_size": 32,
         "learning_rate": 1e-3,
+        "schedule": "linear",
         "seq_len": 64,
         "tokens_per_micro_batch": 8192,
         "dtype": "float32",

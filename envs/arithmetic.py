@@ -12,7 +12,7 @@ from typing import Literal
 
 from asyncrl.env import Env, seeded
 from asyncrl.registry import register_env
-from asyncrl.rewards.answers import calculate, find
+from asyncrl.rewards.answers import calculate, find, last_number
 from asyncrl.types import Message, Prompt
 
 
@@ -30,7 +30,7 @@ class Arithmetic(Env):
     """How many numbers."""
     style: Literal["plain", "chat", "bare"] = "plain"
     """`plain`: text to continue; `chat`: a message, with the answer wanted in <answer> tags; `bare`: a message, with
-    nothing but the number wanted."""
+    the number alone wanted and the last number of the response taken."""
 
     def __post_init__(self) -> None:
         if not self.operations or set(self.operations) - set("+-*"):
@@ -44,7 +44,7 @@ class Arithmetic(Env):
             yield Prompt(id=index, prompt=self._ask(sum_), target=str(calculate(sum_)[0]))
 
     def score(self, text: str, prompt: Prompt) -> float:
-        answer = find(text) if self.style == "chat" else text
+        answer = {"plain": str, "chat": find, "bare": last_number}[self.style](text)
         return float(answer is not None and answer.strip() == prompt.target)
 
     def reference(self, prompt: Prompt) -> str:

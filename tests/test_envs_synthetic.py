@@ -111,3 +111,11 @@ def test_a_mixture_that_cannot_be_is_refused_in_words(name: str, complaint: str)
 def test_sizes_below_the_smallest_task_are_refused(name: str, key: str) -> None:
     with pytest.raises(ValueError, match=key):
         ENVS.get(name)(**{key: 0})
+
+
+def test_bare_style_takes_the_last_number_of_a_response():
+    env: Env = ENVS.get("arithmetic")(style="bare", digits=2)
+    prompt = next(env.prompts())
+    assert env.score(f"It is {prompt.target}.", prompt) == 1.0
+    assert env.score(f"{prompt.target} or 1000", prompt) == 0.0
+    assert env.score("no idea", prompt) == 0.0

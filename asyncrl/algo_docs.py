@@ -86,7 +86,9 @@ def _formula(cls: type[Algorithm]) -> str:
 
 
 def _stages(algo: Algorithm) -> str:
-    lines = [("advantage", algo.advantage, inspect.getdoc(ADVANTAGES[algo.advantage]))]
+    lines: list[tuple[str, str, str | None]] = [
+        ("advantage", algo.advantage, inspect.getdoc(ADVANTAGES[algo.advantage]))
+    ]
     if not checks.writes_own_loss(algo):
         lines.append(("objective", algo.objective, inspect.getdoc(OBJECTIVES[algo.objective])))
         if algo.correction != "none":

@@ -204,5 +204,5 @@ def as_algorithm(cls: type) -> type[Algorithm]:
     if issubclass(cls, nn.Module):
         from asyncrl.losses.modules import module_algorithm
 
-        return module_algorithm(cls)
+        return module_algorithm(cls)  # type: ignore[arg-type]  # a class is hashable, whatever its instances are
     raise ValueError(f"an algorithm is an Algorithm or an nn.Module class, got {cls.__module__}.{cls.__name__}")

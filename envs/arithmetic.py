@@ -6,7 +6,7 @@ Plain text suits models that were built on the spot and base models; `style: cha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Literal
 
@@ -44,7 +44,8 @@ class Arithmetic(Env):
             yield Prompt(id=index, prompt=self._ask(sum_), target=str(calculate(sum_)[0]))
 
     def score(self, text: str, prompt: Prompt) -> float:
-        answer = {"plain": str, "chat": find, "bare": last_number}[self.style](text)
+        read: dict[str, Callable[[str], str | None]] = {"plain": str, "chat": find, "bare": last_number}
+        answer = read[self.style](text)
         return float(answer is not None and answer.strip() == prompt.target)
 
     def reference(self, prompt: Prompt) -> str:

@@ -22,8 +22,10 @@ class Engine(Protocol):
         """The policy version being served; -1 before the first weights arrived."""
         ...
 
-    num_weight_ranks: int
-    """Ranks this engine occupies in the weight group: one per process that holds weights."""
+    @property
+    def num_weight_ranks(self) -> int:
+        """Ranks this engine occupies in the weight group: one per process that holds weights."""
+        ...
 
     async def start(self) -> None:
         """Load the model's structure and be ready for weights. Raises ValueError on bad settings."""

@@ -91,9 +91,11 @@ def module_algorithm(cls: type[nn.Module]) -> type[Algorithm]:
 
     methods = {"loss": loss, "needs": needs, "check": check, "__doc__": cls.__doc__}
     fields.append(("aggregation", Aggregation, aggregation))
-    return msgspec.defstruct(
+    made = msgspec.defstruct(
         cls.__name__, fields, bases=(Algorithm,), namespace=methods, kw_only=True, module=cls.__module__
     )
+    assert issubclass(made, Algorithm)
+    return made
 
 
 def module_loss(module: nn.Module, logprobs_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -126,7 +126,7 @@ UNCORRECTED = frozenset({"reinforce"})
 
 def _clipped(x_T: Tensor, advantages_T: Tensor, low: float | Tensor, high: float | Tensor, dual_clip: float) -> Loss:
     plain_T = -advantages_T * x_T
-    bounded_T = -advantages_T * x_T.clamp(low, high)
+    bounded_T = -advantages_T * x_T.clamp(low, high)  # type: ignore[arg-type]  # two numbers or two scalar tensors
     loss_T = plain_T.maximum(bounded_T)
     negative_T = advantages_T < 0
     metrics: Metrics = {

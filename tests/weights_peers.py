@@ -191,14 +191,16 @@ class Holder:
         self._happen("load")
 
     def _happen(self, where):
-        """kill -9, SIGSTOP or an exception, in the place and version the test asked for."""
-        if self._fault.get("at") != where or self._fault.get("after", -1) > self.version:
+        """kill -9, SIGSTOP or an exception, in the place and version the test asked for: once, unless `always`."""
+        fault = self._fault
+        if fault.get("at") != where or fault.get("after", -1) > self.version:
             return
-        if "signal" in self._fault:
-            os.kill(os.getpid(), self._fault["signal"])
-        elif "error" in self._fault:
-            error, self._fault = self._fault["error"], self._fault if self._fault.get("always") else {}
-            raise OSError(error)
+        if not fault.get("always"):
+            self._fault = {}
+        if "signal" in fault:
+            os.kill(os.getpid(), fault["signal"])
+        else:
+            raise OSError(fault["error"])
 
 
 def generator(pipe, address, index, incarnation, config, fault, device):

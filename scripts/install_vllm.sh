@@ -16,11 +16,7 @@ case "$(uname -s) $(uname -m)" in
     ;;
 esac
 
-"$main" -m venv --clear --without-pip "$env"
-site=$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-cat > "$site/beside.pth" <<'PTH'
-import os, site, sys; site.addsitedir(os.path.join(os.path.dirname(sys.prefix), ".venv", "lib", "python%d.%d" % sys.version_info[:2], "site-packages"))
-PTH
+sh scripts/beside.sh "$env"
 case "$("$env/bin/python" -c 'import torch; print(torch.__version__)')" in
   "$torch"*) ;;
   *) "$main" -m pip --python "$env/bin/python" install --quiet --no-compile "torch==$torch" ;;

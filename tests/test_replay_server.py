@@ -68,6 +68,16 @@ def test_groups_travel_from_generator_to_trainer(tmp_path: Path) -> None:
         trainer.close()
 
 
+def test_a_process_with_two_connections_is_listed_once(tmp_path: Path) -> None:
+    with serving(make_run(str(tmp_path))) as made:
+        first, second = (ReplayClient(made.address, role="trainer") for _ in range(2))
+        first.publish(version=0, step=0)
+        processes = second.status()["processes"]
+        assert [(p["role"], p["pid"]) for p in processes] == [("trainer", os.getpid())]
+        first.close()
+        second.close()
+
+
 def test_parked_requests_are_answered_by_the_change_they_wait_for(tmp_path: Path) -> None:
     run = make_run(str(tmp_path), training={"batch_size": 1}, target_lag=0)
     with serving(run) as made:

@@ -117,6 +117,11 @@ class Peers:
         found = [p for p in self.known.values() if p.role == "generator" and not p.replaced]
         return sorted(found, key=lambda p: p.index)
 
+    def processes(self) -> Sequence[Peer]:
+        """One peer a process, the one heard last: a trainer has two connections. Replaced ones are left out."""
+        heard = sorted((p for p in self.known.values() if not p.replaced), key=lambda p: p.last_heard)
+        return list({(p.role, p.index, p.host, p.pid): p for p in heard}.values())
+
     def alive(self) -> Sequence[Peer]:
         return [p for p in self.generators() if not p.silent]
 

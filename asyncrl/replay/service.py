@@ -132,7 +132,7 @@ class Service:
             "buffered_bytes": buffer.bytes_buffered,
             "room": buffer.room(),
             "oldest_lease_s": now - min(leases) if leases else 0.0,
-            "processes": [self._describe(p, now) for p in self.peers.known.values() if not p.replaced],
+            "processes": [self._describe(p, now) for p in self.peers.processes()],
             "waiting": [
                 {"who": w.peer.name, "for_s": now - w.since, "why": self._why(w, now)} for w in self.parked.values()
             ],

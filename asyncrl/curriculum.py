@@ -3,7 +3,8 @@
 The replay server passes the environment's prompts through it and tells it how each group fared. A group whose
 responses are all right or all wrong teaches nothing (its advantages are zero), so its prompt is skipped the next times
 it comes by: longer each time the outcome repeats. It acts on data that comes again (epochs of a dataset), or on kinds
-of prompts that an environment names in `metadata`. It is pure; what it has learnt is not kept across a resume.
+of prompts that an environment names in `metadata`. It is pure; the journal keeps `records`, by what `changed` since it
+last looked, beside the position in the stream: both stay where they are when a run goes back to a checkpoint.
 """
 
 from __future__ import annotations
@@ -34,16 +35,22 @@ class Curriculum:
     def __init__(self, config: CurriculumConfig, *, full_marks: float) -> None:
         self._config = config
         self._solved = config.solved if config.solved is not None else full_marks
-        self._records: dict[str, Record] = {}
+        self.records: dict[str, Record] = {}
+        self.changed: set[str] = set()
+        """Keys of records that were made, altered or removed since the journal last looked."""
         self.skipped = 0
+        self.seen = 0
+        """Id after the last prompt that came by."""
 
     def filter(self, prompts: Iterator[Prompt]) -> Iterator[Prompt]:
         """The prompts that do not rest, in order, ids unchanged. After `max_skips` in a row one is let through."""
         skips = 0
         for prompt in prompts:
-            record = self._records.get(self._key(prompt))
+            self.seen = prompt.id + 1
+            record = self.records.get(key := self._key(prompt))
             if record is not None and record.rest > 0 and skips < self._config.max_skips:
                 record.rest -= 1
+                self.changed.add(key)
                 skips += 1
                 self.skipped += 1
                 continue
@@ -55,10 +62,11 @@ class Curriculum:
         if not self._config.rest or math.isnan(mean_reward):
             return
         key, outcome = self._key(prompt), self._outcome(mean_reward)
+        self.changed.add(key)
         if outcome == 0:
-            self._records.pop(key, None)
+            self.records.pop(key, None)
             return
-        record = self._records.setdefault(key, Record())
+        record = self.records.setdefault(key, Record())
         record.streak = record.streak + outcome if record.streak * outcome > 0 else outcome
         doubled = self._config.rest << min(abs(record.streak) - 1, 16)
         record.rest = min(doubled, self._config.max_rest)
@@ -67,7 +75,7 @@ class Curriculum:
         """curriculum/*: prompts skipped so far, and how many rest now as solved or as unsolved. Empty when off."""
         if not self._config.rest:
             return {}
-        resting = [record for record in self._records.values() if record.rest > 0]
+        resting = [record for record in self.records.values() if record.rest > 0]
         return {
             "curriculum/skipped": float(self.skipped),
             "curriculum/resting_solved": float(sum(record.streak > 0 for record in resting)),

@@ -13,13 +13,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replay_helpers import make_buffer, make_group, make_parcel, make_run
+from replay_helpers import limits_of, make_buffer, make_group, make_parcel, make_run
 
+from asyncrl.config import CurriculumConfig
+from asyncrl.curriculum import Curriculum
 from asyncrl.replay import server
 from asyncrl.replay.buffer import Buffer
 from asyncrl.replay.client import AsyncReplayClient, ReplayClient
 from asyncrl.replay.journal import Journal, JournalFull
 from asyncrl.replay.segments import Segments
+from asyncrl.types import Prompt
 
 
 def open_journal(folder: Path, **limits: object) -> Journal:
@@ -142,6 +145,50 @@ def test_trained_prompts_are_those_of_an_uninterrupted_run(
         assert sorted(counts) == list(range(24))
     else:
         assert max(counts.values()) == reuse
+
+
+def curriculum_buffer(cursor: int) -> Buffer:
+    """Six questions that come again for nine epochs, of which one is always solved and one never."""
+    curriculum = Curriculum(CurriculumConfig(rest=1, max_rest=3), full_marks=1.0)
+    prompts = (Prompt(id=i, prompt=f"q{i % 6}") for i in range(cursor, 54))
+    limits = limits_of(P=2, target_lag=2)
+    return Buffer(limits=limits, prompts=curriculum.filter(prompts), curriculum=curriculum, cursor=cursor)
+
+
+def play_curriculum(folder: Path, *, interrupt: float, rng: random.Random) -> tuple[list[int], dict[str, float]]:
+    """Ids of all that is trained, until the data ends; interrupted with a probability per turn, and resumed."""
+    journal, trained, checkpoint = Journal(folder, curriculum_buffer), {}, 0
+    buffer = journal.rewind(step=0)
+    buffer.publish(version=0, step=0)
+    while True:
+        for seat in buffer.lease(3, owner="a", request=0, now=0.0):
+            reward = {4: 1.0, 5: 0.0}.get(seat.prompt.id % 6, 0.5)
+            buffer.insert(seat.lease_id, make_parcel(seat.lease_id, versions=[seat.version], reward=reward))
+        places = {seat.lease_id: seat.prompt.id for seat in buffer.line}
+        batch = buffer.take(step=buffer.step + 1, num_groups=2, version=buffer.step)
+        if batch == []:
+            journal.close()
+            return [p for ids in trained.values() for p in ids], buffer.curriculum.metrics()
+        if batch:
+            trained[buffer.step] = [places[parcel.lease_id] for parcel in batch]
+            buffer.publish(version=buffer.step, step=buffer.step)
+            checkpoint = buffer.step if buffer.step % 3 == 0 else checkpoint
+        journal.commit(buffer, {})
+        if checkpoint and (buffer.exhausted or rng.random() < 0.3) and rng.random() < interrupt:
+            journal.close()
+            journal = Journal(folder, curriculum_buffer)
+            buffer = journal.rewind(step=checkpoint)
+            buffer.publish(version=checkpoint, step=checkpoint)
+            trained = {step: ids for step, ids in trained.items() if step <= checkpoint}
+
+
+def test_a_resumed_run_remembers_what_its_curriculum_has_learnt(tmp_path: Path) -> None:
+    expected, metrics = play_curriculum(tmp_path / "whole", interrupt=0.0, rng=random.Random(0))
+    assert len(expected) < 50  # some rested
+    assert metrics["curriculum/skipped"] > 6
+    for seed in range(5):
+        found = play_curriculum(tmp_path / str(seed), interrupt=0.8, rng=random.Random(seed))
+        assert found == (expected, metrics)
 
 
 def test_rewind_to_a_forgotten_step_is_refused(tmp_path: Path) -> None:

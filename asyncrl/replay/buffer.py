@@ -267,6 +267,8 @@ class Buffer:
         prompt = next(self.prompts, None)
         if prompt is None:
             self.exhausted = True
+            if self.curriculum is not None:  # what it skipped at the end is not looked at again by a resumed run
+                self.cursor = max(self.cursor, self.curriculum.seen)
             return None
         if prompt.id < self.cursor or (self.curriculum is None and prompt.id != self.cursor):
             raise ValueError(f"Env.prompts must yield ids in order: expected {self.cursor}, got {prompt.id}")

@@ -2,7 +2,8 @@
 
 Called by `server.py`: `commit` once per turn, before that turn's replies leave; `restore` at start; `rewind` when a
 resumed trainer names its checkpoint; `forget` when old checkpoints are gone. SQLite in WAL mode holds seats, prompts,
-which step used which seat, and the counters; `segments.py` holds the groups' bytes. One thread, one connection.
+which step used which seat, what the curriculum has learnt, and the counters; `segments.py` holds the groups' bytes. One
+thread, one connection.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.curriculum import Curriculum, Record
 from asyncrl.replay.buffer import TAKES_KEPT, Buffer
 from asyncrl.replay.ledger import Ledger, Means
 from asyncrl.replay.line import Changes, Seat
@@ -35,7 +37,9 @@ create table if not exists prompts (position integer primary key, prompt blob);
 create table if not exists used (step integer, position integer, primary key (step, position)) without rowid;
 create index if not exists used_by_position on used (position);
 create table if not exists steps (step integer primary key, uses integer);
+create table if not exists curriculum (key text primary key, streak integer, rest integer) without rowid;
 """
+_ALL = ("meta", "seats", "prompts", "used", "steps", "curriculum")
 
 
 Announced = dict[str, tuple[str, str]]
@@ -62,6 +66,8 @@ class Counters(msgspec.Struct, kw_only=True):
     dropped_means: Means
     largest_bytes: int
     announced: dict[str, tuple[str, str]] = {}
+    skipped: int = 0
+    """By the curriculum."""
 
 
 class Journal:
@@ -95,6 +101,7 @@ class Journal:
                 self._places[position] = _ENCODER.encode(self._segments.append(parcel.frames))
             with _Transaction(self._db):
                 self._write(changes, buffer.uses_by_step, counters)
+                self._write_curriculum(buffer.curriculum)
         except (OSError, sqlite3.OperationalError) as error:
             raise JournalFull(
                 f"the replay journal cannot be written: {error}; free some space and resume the run, nothing that was "
@@ -102,6 +109,8 @@ class Journal:
             ) from error
         self._written, self._steps = counters, dict(buffer.uses_by_step)
         changes.clear()
+        if buffer.curriculum is not None:
+            buffer.curriculum.changed.clear()
 
     def _write(self, changes: Changes, uses_by_step: dict[int, int], counters: bytes) -> None:
         run = self._db.executemany
@@ -117,6 +126,15 @@ class Journal:
             run("insert or replace into used values (?, ?)", changes.uses)
             run("insert or replace into steps values (?, ?)", list(uses_by_step.items()))
         self._db.execute("insert or replace into meta values (0, ?, ?)", (FORMAT, counters))
+
+    def _write_curriculum(self, curriculum: Curriculum | None) -> None:
+        if curriculum is None or not curriculum.changed:
+            return
+        known = {key: curriculum.records.get(key) for key in curriculum.changed}
+        rows = [(key, record.streak, record.rest) for key, record in known.items() if record is not None]
+        self._db.executemany("insert or replace into curriculum values (?, ?, ?)", rows)
+        gone = [(key,) for key, record in known.items() if record is None]
+        self._db.executemany("delete from curriculum where key = ?", gone)
 
     def _row(self, seat: Seat) -> tuple[Any, ...]:
         state = USED_UP if seat.used_up else BUFFERED if seat.parcel else LEASED if seat.owner else WAITING
@@ -159,6 +177,10 @@ class Journal:
         counters = _COUNTERS.decode(found[0])
         buffer = self._blank(counters.cursor)
         _apply(counters, buffer)
+        if buffer.curriculum is not None:
+            rows = self._db.execute("select key, streak, rest from curriculum")
+            buffer.curriculum.records.update({key: Record(streak=streak, rest=rest) for key, streak, rest in rows})
+            buffer.curriculum.skipped = counters.skipped
         buffer.uses_by_step = dict(
             self._db.execute("select step, uses from steps where uses >= ? order by step", (buffer.live_uses,))
         )
@@ -191,7 +213,7 @@ class Journal:
             if step:
                 self._undo(step, uses[0])
             else:
-                for table in ("meta", "seats", "prompts", "used", "steps"):
+                for table in _ALL:
                     self._db.execute(f"delete from {table}")
         self._places.clear()
         self._segments.keep(self._used_segments())
@@ -286,9 +308,9 @@ class _Transaction:
 
 
 def _counters(buffer: Buffer, announced: Announced) -> Counters:
-    return Counters(
-        rejected=dict(buffer.rejected), announced=announced, **{name: getattr(buffer, name) for name in _SAME_NAMES}
-    )
+    same = {name: getattr(buffer, name) for name in _SAME_NAMES}
+    skipped = buffer.curriculum.skipped if buffer.curriculum is not None else 0
+    return Counters(rejected=dict(buffer.rejected), announced=announced, skipped=skipped, **same)
 
 
 def _apply(counters: Counters, buffer: Buffer) -> None:
@@ -297,7 +319,7 @@ def _apply(counters: Counters, buffer: Buffer) -> None:
     buffer.rejected = Counter(counters.rejected)
 
 
-_SAME_NAMES = tuple(name for name in Counters.__struct_fields__ if name not in ("rejected", "announced"))
+_SAME_NAMES = tuple(name for name in Counters.__struct_fields__ if name not in ("rejected", "announced", "skipped"))
 _ENCODER = msgspec.msgpack.Encoder()
 _COUNTERS = msgspec.msgpack.Decoder(Counters)
 _PROMPTS = msgspec.msgpack.Decoder(Prompt)

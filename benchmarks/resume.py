@@ -2,10 +2,12 @@
 an uninterrupted run trains.
 
     python benchmarks/resume.py --kills 20
+    python benchmarks/resume.py --kills 200 --forked
 
-Each kill hits the whole run (launcher first or last), or one of its processes; each resume has another number of ranks
-and generators. Prints a line per kill, then one line of JSON; exits with 1 when a prompt was skipped or doubled, a
-bound was exceeded or a ledger did not close. Also used by tests/test_chaos_resume.py, in a short form.
+Each kill hits the whole run (launcher first or last), or one of its processes: while it starts, a moment after a step,
+or while a checkpoint is written. Each resume has another number of ranks and generators. Prints a line per kill, then
+one line of JSON; exits with 1 when a prompt was skipped or doubled, a bound was exceeded or a ledger did not close.
+`--forked` spares the imports (resume_forked.py). Used by tests/test_chaos_resume.py, in short forms of both.
 """
 
 from __future__ import annotations
@@ -20,11 +22,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Protocol
 
 import psutil
+from resume_forked import Forked
 
 from asyncrl.guard import MARK
 from asyncrl.metrics import read_rows
@@ -32,13 +38,14 @@ from asyncrl.metrics import read_rows
 BATCH = 4
 MAX_LAG = 4
 VICTIMS = ("everybody", "launcher", "trainer 0", "trainer -1", "replay 0", "generator 0")
+INSTANTS = ("start", "step", "step", "checkpoint")
 LAUNCH_S = 240.0
 """Bound of every wait for a run; a start takes seconds on an idle machine."""
 
 
-def settings(steps: int, *, ranks: int, generators: int) -> list[str]:
-    """The command line of a run of seconds: a tiny model, no warm-up, nothing filtered."""
-    keys = {
+def settings(steps: int, *, ranks: int, generators: int) -> dict[str, object]:
+    """A run of seconds: a tiny model, no warm-up, nothing filtered."""
+    return {
         "training.steps": steps,
         "training.batch-size": BATCH,
         "training.warmup-sft-steps": 0,
@@ -54,20 +61,50 @@ def settings(steps: int, *, ranks: int, generators: int) -> list[str]:
         "checkpoint.export": "false",
         "metrics.trace": "false",
     }
-    return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+
+
+class Running(Protocol):
+    """One launch of a run, fresh or resumed."""
+
+    starting_s: float
+    """About how long a start takes: a kill at random strikes within."""
+
+    def poll(self) -> int | None:
+        """The exit code, once the run has ended."""
+
+    def kill(self, victim: str) -> str:
+        """SIGKILL to the victim; returns who it was in the end."""
+
+    def end(self) -> None:
+        """Leave nothing behind."""
+
+    def text(self) -> str:
+        """What it said, for an error's message."""
 
 
 class Launch:
     """One `asyncrl train` in its own session, its output appended to RUN.out."""
 
-    def __init__(self, run_dir: Path, argv: list[str], *, again: bool) -> None:
+    starting_s = 10.0
+
+    def __init__(self, run_dir: Path, keys: dict[str, object], *, again: bool) -> None:
         self.dir, self.out = run_dir, run_dir.with_suffix(".out")
         place = ["--resume" if again else "--run-dir", str(run_dir)]
+        argv = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
         with open(self.out, "ab") as out:
             words = [sys.executable, "-m", "asyncrl", "train", *place, *argv]
             env = {**os.environ, "OMP_NUM_THREADS": "1"}
             self.process = subprocess.Popen(words, stdout=out, stderr=out, env=env, start_new_session=True)
-        self.began_at = last_step(run_dir)
+
+    def poll(self) -> int | None:
+        """Once the launcher has ended, waits for the rest to follow, which the guard sees to."""
+        code = self.process.poll()
+        deadline = time.monotonic() + 30
+        while code is not None and self.members():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{sorted(self.members())} outlived the launcher:\n{self.text()}")
+            time.sleep(0.05)
+        return code
 
     def members(self) -> dict[str, psutil.Process]:
         """The roles that live now, by "role index"; children of roles (reward workers) under their process id."""
@@ -81,19 +118,7 @@ class Launch:
                 continue
         return found
 
-    def until_step(self, step: int) -> bool:
-        """Wait until `step` was trained; False when the run ended first. Raises TimeoutError."""
-        deadline = time.monotonic() + LAUNCH_S
-        while last_step(self.dir) < step:
-            if self.process.poll() is not None:
-                return False
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"step {step} was not trained within {LAUNCH_S} s:\n{self.text()}")
-            time.sleep(0.01)
-        return True
-
     def kill(self, victim: str) -> str:
-        """SIGKILL to the victim; returns who it was in the end."""
         members = self.members()
         if victim == "trainer -1":
             victim = max((name for name in members if name.startswith("trainer")), default="everybody")
@@ -105,16 +130,7 @@ class Launch:
             process.kill()
         return "launcher" if victim == "launcher" else "everybody"
 
-    def wait(self) -> int:
-        """The exit code, once nobody is left. Raises TimeoutExpired."""
-        code = self.process.wait(LAUNCH_S)
-        deadline = time.monotonic() + 30
-        while self.members() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return code
-
     def end(self) -> None:
-        """Leave nothing behind."""
         self.process.kill()
         self.process.wait()
         for process in self.members().values():
@@ -124,9 +140,13 @@ class Launch:
         return self.out.read_text(errors="replace")[-6000:]
 
 
+Start = Callable[..., Running]
+"""(run_dir, keys, again=) -> a launch: Launch or Forked."""
+
+
 @dataclass
 class Report:
-    """What a run that was killed again and again amounts to."""
+    """What runs that were killed again and again amount to."""
 
     kills: list[str] = field(default_factory=list)
     runs: int = 0
@@ -145,6 +165,15 @@ def role_of(words: list[str]) -> str:
 def last_step(run_dir: Path) -> int:
     rows = read_rows(run_dir, "trained.jsonl")
     return rows[-1]["step"] if rows else 0
+
+
+def parts(run_dir: Path) -> set[tuple[str, int]]:
+    """Checkpoints that are being written, and those that never were finished."""
+    found = set()
+    for path in (run_dir / "checkpoints").glob(".step-*.part"):
+        with suppress(FileNotFoundError):  # finished meanwhile
+            found.add((path.name, path.stat().st_ino))
+    return found
 
 
 def trained(run_dir: Path) -> Counter[int]:
@@ -166,53 +195,85 @@ def check(run_dir: Path, expected: Counter[int], steps: int) -> list[str]:
     return faults
 
 
-def uninterrupted(folder: Path, steps: int) -> Counter[int]:
+def until(launch: Running, condition: Callable[[], bool]) -> bool:
+    """Wait for the condition; False when the run ended first. Raises TimeoutError."""
+    deadline = time.monotonic() + LAUNCH_S
+    while not condition():
+        if launch.poll() is not None:
+            return False
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"nothing came of the run within {LAUNCH_S} s:\n{launch.text()}")
+        time.sleep(0.01)
+    return True
+
+
+def ended(launch: Running) -> int:
+    """The exit code of the run, which must end."""
+    until(launch, lambda: False)
+    code = launch.poll()
+    assert code is not None
+    return code
+
+
+def instant(launch: Running, run_dir: Path, *, steps: int, rng: random.Random) -> bool:
+    """Wait for a random instant to kill at; False when the run ended first."""
+    kind, ahead = rng.choice(INSTANTS), rng.randint(1, 4)
+    began_at, old_parts = last_step(run_dir), parts(run_dir)
+    if kind == "start":
+        deadline = time.monotonic() + rng.random() * launch.starting_s
+        return until(launch, lambda: time.monotonic() > deadline)
+    if not until(launch, lambda: last_step(run_dir) >= min(steps - 1, began_at + ahead)):
+        return False
+    if kind == "checkpoint":
+        return until(launch, lambda: bool(parts(run_dir) - old_parts))
+    time.sleep(rng.random() * 0.2)
+    return True
+
+
+def uninterrupted(folder: Path, steps: int, start: Start) -> Counter[int]:
     """What a run trains that nobody disturbs. Raises RuntimeError when it fails."""
-    launch = Launch(folder / "whole", settings(steps, ranks=1, generators=1), again=False)
+    launch = start(folder / "whole", settings(steps, ranks=1, generators=1), again=False)
     try:
-        if launch.wait() != 0:
+        if ended(launch) != 0:
             raise RuntimeError(f"the uninterrupted run failed:\n{launch.text()}")
     finally:
         launch.end()
     return trained(folder / "whole")
 
 
-def killed(run_dir: Path, *, steps: int, most: int, rng: random.Random, report: Report) -> None:
+def killed(run_dir: Path, *, steps: int, most: int, rng: random.Random, report: Report, start: Start) -> None:
     """One run, killed until `most` kills are done or it has ended by itself, and resumed to its end."""
-    launch = Launch(run_dir, settings(steps, ranks=1, generators=1), again=False)
+    launch = start(run_dir, settings(steps, ranks=1, generators=1), again=False)
     left, victims = most, rng.sample(VICTIMS, len(VICTIMS))
     try:
         while True:
-            ahead = rng.choice([0, 1, 2, 3, 5])
-            if left and launch.until_step(min(steps - 1, launch.began_at + ahead)):
-                time.sleep(rng.random() * (0.2 if ahead else 10.0))  # with 0: while it starts
-                victim = launch.kill(victims[left % len(victims)])
-                left -= 1
-                report.kills.append(f"{victim} at step {last_step(run_dir)}")
+            struck = ""
+            if left and instant(launch, run_dir, steps=steps, rng=rng):
+                struck, left = launch.kill(victims[left % len(victims)]), left - 1
+                report.kills.append(f"{struck} at step {last_step(run_dir)}")
                 print(f"{run_dir.name}: killed {report.kills[-1]}", flush=True)
-                if victim.startswith("generator"):
+                if struck.startswith("generator"):
                     continue
-            code = launch.wait()
+            code = ended(launch)
             if code == 0:
                 return
-            if left == most or (code != 1 and code != -signal.SIGKILL):
-                raise RuntimeError(f"the run failed with code {code}:\n{launch.text()}")
+            if not struck or code not in (1, -signal.SIGKILL):
+                raise RuntimeError(f"the run failed by itself with code {code}:\n{launch.text()}")
+            launch.end()
             shape = {"ranks": rng.choice([1, 1, 2]), "generators": rng.choice([1, 1, 2])}
-            launch = Launch(run_dir, settings(steps, **shape), again=True)
+            launch = start(run_dir, settings(steps, **shape), again=True)
             report.resumes += 1
-            if not left and report.resumes > most + 1:
-                raise RuntimeError(f"the run does not get to its end:\n{launch.text()}")
     finally:
         launch.end()
 
 
-def measure(folder: Path, *, kills: int, steps: int, seed: int, per_run: int) -> Report:
+def measure(folder: Path, *, kills: int, steps: int, seed: int, per_run: int, start: Start = Launch) -> Report:
     """`kills` kills over as many runs as that takes."""
     report, rng = Report(), random.Random(seed)
-    expected = uninterrupted(folder, steps)
+    expected = uninterrupted(folder, steps, start)
     while len(report.kills) < kills:
-        run_dir = folder / f"killed-{report.runs}"
-        killed(run_dir, steps=steps, most=min(per_run, kills - len(report.kills)), rng=rng, report=report)
+        run_dir, most = folder / f"killed-{report.runs}", min(per_run, kills - len(report.kills))
+        killed(run_dir, steps=steps, most=most, rng=rng, report=report, start=start)
         report.runs += 1
         report.faults += [f"{run_dir.name}: {fault}" for fault in check(run_dir, expected, steps)]
     return report
@@ -221,15 +282,19 @@ def measure(folder: Path, *, kills: int, steps: int, seed: int, per_run: int) ->
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--per-run", type=int, default=10, help="kills of one run")
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--per-run", type=int, default=20, help="kills of one run")
+    parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--forked", action="store_true", help="fork the processes from one that has imported torch")
     parser.add_argument("--folder", type=Path, default=None, help="where the runs go; default: a temporary folder")
     args = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
-        report = measure(folder, kills=args.kills, steps=args.steps, seed=args.seed, per_run=args.per_run)
+        folder.mkdir(parents=True, exist_ok=True)
+        start: Start = Forked if args.forked else Launch
+        shape = {"kills": args.kills, "steps": args.steps, "seed": args.seed, "per_run": args.per_run}
+        report = measure(folder, **shape, start=start)
     for fault in report.faults:
         print(fault)
     figures = {"kills": len(report.kills), "runs": report.runs, "resumes": report.resumes, "steps": args.steps}

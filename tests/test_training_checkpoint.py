@@ -1,11 +1,15 @@
 """Checkpoints: complete or not there, equal after a resume, on another number of ranks too, and loadable elsewhere."""
 
+import logging
+import shutil
+
 import pytest
 import torch
 from test_training_step import batch
 from training_helpers import config_for, lone_rank, make_learner, run_ranks
 
 from asyncrl.algos.dapo import DAPO
+from asyncrl.config import CheckpointConfig
 from asyncrl.models import build_model, load_tokenizer
 from asyncrl.training.checkpoint import Checkpointer, Position, is_complete
 from asyncrl.training.export import export
@@ -39,34 +43,73 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path):
     reader.close()
 
 
-def test_an_incomplete_or_damaged_checkpoint_is_not_taken(tmp_path):
-    learner, writer = learner_and_writer(tmp_path)
-    for step in (1, 2, 3):
+def save(learner, writer, *steps):
+    for step in steps:
         writer.save(learner.policy, learner.optimizer, Position(step=step, version=step))
     writer.wait()
-    assert [p.name for p in writer.steps()] == ["step-000002", "step-000003"]  # keep_last 2
-    assert writer.oldest_step() == 2
-    data = max(writer.steps()[-1].glob("*.distcp"), key=lambda p: p.stat().st_size)
+
+
+def damage(path):
+    """One bit of the weights."""
+    data = max(path.glob("*.distcp"), key=lambda p: p.stat().st_size)
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
-    assert writer.newest().name == "step-000002"
+
+
+def test_an_incomplete_or_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, caplog):
+    learner, writer = learner_and_writer(tmp_path)
+    save(learner, writer, 1, 2, 3)
+    assert [p.name for p in writer.steps()] == ["step-000002", "step-000003"]  # keep_last 2
+    damage(writer.steps()[-1])
+    with caplog.at_level(logging.WARNING):
+        assert writer.newest().name == "step-000002"
+    assert "step-000003 is incomplete or damaged: skipped" in caplog.text
     (writer.steps()[0] / "COMPLETE").unlink()
-    assert writer.newest() is None
+    with pytest.raises(ValueError, match="step-000002, step-000003 incomplete or damaged; put a copy of one there"):
+        writer.newest()  # to start afresh would delete what the run has done
     writer.close()
 
 
-def test_a_folder_that_was_being_written_is_ignored_and_replaced(tmp_path):
+def test_a_folder_that_was_being_written_is_skipped_with_a_warning_and_replaced(tmp_path, caplog):
     learner, writer = learner_and_writer(tmp_path)
-    part = tmp_path / ".step-000001.part"
-    part.mkdir(parents=True)
-    (part / "junk").write_text("half a file")
-    assert writer.newest() is None
-    writer.save(learner.policy, learner.optimizer, Position(step=1, version=1))
-    writer.wait()
-    assert not part.exists()
+    parts = [tmp_path / f".step-00000{step}.part" for step in (1, 7)]
+    for part in parts:
+        part.mkdir(parents=True)
+        (part / "junk").write_text("half a file")
+    with caplog.at_level(logging.WARNING):
+        assert writer.newest() is None
+    assert all(f"{part} was never finished: skipped" in caplog.text for part in parts)
+    save(learner, writer, 1)
+    assert not any(part.exists() for part in parts)
     assert is_complete(writer.newest())
     assert not (writer.newest() / "junk").exists()
+    writer.close()
+
+
+def test_the_last_n_and_every_mth_checkpoint_are_kept(tmp_path):
+    learner, _ = learner_and_writer(tmp_path)
+    config = CheckpointConfig(every=2, keep_last=2, keep_every=3)
+    writer = Checkpointer(tmp_path, config=config, ranks=lone_rank())
+    save(learner, writer, *range(2, 17, 2))
+    assert [int(p.name[-6:]) for p in writer.steps()] == [6, 12, 14, 16]
+    assert writer.oldest_step(until=16) == 14  # the journal need not reach back to those that are kept for good
+    writer.close()
+
+
+def test_damaged_checkpoints_of_a_future_that_was_given_up_cost_no_good_one(tmp_path):
+    learner, writer = learner_and_writer(tmp_path)
+    save(learner, writer, 2, 9)
+    shutil.copytree(tmp_path / "step-000009", tmp_path / "step-000008")
+    for step in (8, 9):
+        damage(tmp_path / f"step-00000{step}")
+    assert writer.newest().name == "step-000002"
+    save(learner, writer, 3, 4)
+    assert writer.newest().name == "step-000004"
+    assert writer.oldest_step(until=4) == 3
+    save(learner, writer, 9)  # reached again: written over
+    assert writer.newest().name == "step-000009"
+    assert not list(tmp_path.glob(".step*"))
     writer.close()
 
 

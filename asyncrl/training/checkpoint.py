@@ -74,7 +74,8 @@ class Checkpointer:
         self._finisher.shutdown()
 
     def newest(self) -> Path | None:
-        """The newest complete checkpoint, as rank 0 sees it."""
+        """The newest complete checkpoint, as rank 0 sees it; None before the first. Raises ValueError when there are
+        some and none is complete: to start afresh would delete what the run has done."""
         name = ""
         if self._ranks.is_first:
             found = self._find_newest()
@@ -89,6 +90,11 @@ class Checkpointer:
             if is_complete(path):
                 return path
             log.warning("checkpoint %s is incomplete or damaged: skipped", path)
+        if damaged := self.steps():
+            raise ValueError(
+                f"no checkpoint in {self.folder} can be used: {', '.join(p.name for p in damaged)} incomplete or "
+                "damaged; put a copy of one there, or delete the folder to start afresh"
+            )
         return None
 
     def load(self, path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> Position:
@@ -108,34 +114,44 @@ class Checkpointer:
         """Folders of finished checkpoints, oldest first."""
         return sorted(self.folder.glob("step-*"))
 
-    def oldest_step(self) -> int | None:
-        """The step of the oldest checkpoint kept: what was consumed before it will not be asked for again."""
-        kept = self.steps()
-        return int(kept[0].name.removeprefix("step-")) if kept else None
+    def oldest_step(self, *, until: int) -> int | None:
+        """The oldest of the `keep_last` newest steps up to `until`: what was consumed before it leaves the journal.
+
+        Those that are kept for good do not count: a journal that reached back to them would grow for ever.
+        """
+        kept = [step for step in map(_step, self.steps()) if step <= until]
+        return kept[-self._config.keep_last :][0] if kept else None
 
     def _finish(self, written: Future[Any], part: Path, position: Position) -> None:
         """Waits for the writing of all ranks; rank 0 then seals, renames and prunes."""
         written.result()
         if not self._ranks.is_first:
             return
-        (part / POSITION).write_bytes(msgspec.json.encode(position))
+        _write(part / POSITION, msgspec.json.encode(position))
         seal(part)
         final = self.folder / _name(position.step)
-        if final.exists():  # written once more after a resume from before it
-            shutil.rmtree(final)
+        if final.exists():  # written once more after a resume from before it; aside, so that one is always there
+            os.replace(final, self.folder / f".{final.name}-former.part")
         os.replace(part, final)
         _sync(self.folder)
-        self._prune()
+        self._prune(position.step)
 
-    def _prune(self) -> None:
-        paths, every = self.steps(), self._config.keep_every
-        for path in paths[: -self._config.keep_last] if self._config.keep_last else []:
-            if not every or int(path.name.removeprefix("step-")) % every:
-                shutil.rmtree(path)
+    def _prune(self, until: int) -> None:
+        """Delete what is not kept, and what was never finished. Damaged ones beyond `until` are no reason to delete
+        good ones before it."""
+        config, paths = self._config, [path for path in self.steps() if _step(path) <= until]
+        for_good = config.keep_every * config.every  # in steps; 0: none
+        doomed = [p for p in paths[: -config.keep_last] if not for_good or _step(p) % for_good]
+        for path in [*doomed, *self.folder.glob(".step-*.part")]:
+            shutil.rmtree(path)
 
 
 def _name(step: int) -> str:
     return f"step-{step:06d}"
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _state(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -148,12 +164,17 @@ def seal(folder: Path) -> None:
     """Write the marker: size and checksum of every file."""
     files = {p.name: (p.stat().st_size, _crc(p)) for p in sorted(folder.iterdir()) if p.name != MARKER}
     temporary = folder / f".{MARKER}"
-    with open(temporary, "wb") as file:
-        file.write(msgspec.json.encode(files))
-        file.flush()
-        os.fsync(file.fileno())
+    _write(temporary, msgspec.json.encode(files))
     os.replace(temporary, folder / MARKER)
     _sync(folder)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file that survives a power cut."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def is_complete(folder: Path) -> bool:

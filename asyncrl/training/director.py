@@ -166,8 +166,8 @@ class Director:
         self._forget()
 
     def _forget(self) -> None:
-        """What no kept checkpoint can ask for again may leave the journal."""
-        oldest = self.member.checkpoints.oldest_step()
+        """What none of the last checkpoints can ask for again may leave the journal."""
+        oldest = self.member.checkpoints.oldest_step(until=self._step)
         if oldest is not None and oldest > self._forgotten:
             self._client.forget(step=oldest)
             self._forgotten = oldest

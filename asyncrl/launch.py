@@ -163,8 +163,8 @@ class Supervision:
                 raise RunFailed(obituary(child, self.run_.dir))
 
     def _when_it_failed(self, child: Child) -> float:
-        record = first_error(self.run_.dir, since=child.started - 1.0, name=f"{child.spec.role}-{child.spec.index}")
-        return 0.0 if child.process.returncode < 0 else record.time if record else time.time()
+        record = first_error(self.run_.dir, since=child.started, name=f"{child.spec.role}-{child.spec.index}")
+        return 0.0 if child.process.returncode < 0 else record.at if record else time.monotonic()
 
     def _plan_restart(self, child: Child) -> None:
         """A generator died: again after a pause, unless it could not even start or the budget is spent."""

@@ -73,11 +73,11 @@ def die_with_parent() -> None:
 
 
 def write_error(run_dir: Path, role: str, index: int, error: BaseException) -> None:
-    """What the launcher prints: the traceback of the first failure wins, by `time`."""
+    """What the launcher prints: the traceback of the first failure wins, by a clock that nobody sets."""
     folder = run_dir / "errors"
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join(traceback.format_exception(error))
-    record = {"role": role, "index": index, "traceback": text, "time": time.time()}
+    record = {"role": role, "index": index, "traceback": text, "at": time.monotonic()}
     temporary = folder / f".{role}-{index}.part"
     temporary.write_bytes(msgspec.json.encode(record))
     os.replace(temporary, folder / f"{role}-{index}.json")

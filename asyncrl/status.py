@@ -51,7 +51,7 @@ class Poller:
         self._thread.start()
 
     def has_served(self, index: int, *, since: float) -> bool:
-        """Whether generator `index` was known to the server at some time after `since` (time.time())."""
+        """Whether generator `index` was known to the server at some time after `since` (monotonic)."""
         return self._seen.get(index, 0.0) > since
 
     def finish(self, reason: str) -> None:
@@ -95,7 +95,7 @@ class Poller:
             return
         for process in self.status.get("processes", []):
             if process["role"] == "generator":
-                self._seen[process["index"]] = time.time() - process["heard_s"]
+                self._seen[process["index"]] = time.monotonic() - process["heard_s"]
 
     def _write(self) -> None:
         temporary = self.run_dir / "status.json.part"

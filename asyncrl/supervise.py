@@ -46,11 +46,7 @@ class Child:
     process: subprocess.Popen[bytes]
     log: Path
     started: float
-    """time.time() of the start."""
-
-    @property
-    def age_s(self) -> float:
-        return time.time() - self.started
+    """time.monotonic() of the start: one clock for all processes of a machine, which nobody sets."""
 
 
 class Crew:
@@ -85,11 +81,12 @@ class Crew:
         log = self.run_dir / "logs" / f"{spec.role}-{spec.index}.log"
         env = {**os.environ, "PYTHONUNBUFFERED": "1", "SPT_NOENV": "1", **spec.env}
         env |= {MARK: self.mark, LAUNCHER: str(os.getpid())}
+        started = time.monotonic()
         with open(log, "ab") as out:
             process = subprocess.Popen(
                 spec.command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True
             )
-        child = Child(spec=spec, process=process, log=log, started=time.time())
+        child = Child(spec=spec, process=process, log=log, started=started)
         self.children.append(child)
         return child
 
@@ -138,14 +135,15 @@ class ErrorRecord(msgspec.Struct):
     role: str
     index: int
     traceback: str
-    time: float
+    at: float
+    """time.monotonic()."""
 
 
 def first_error(run_dir: Path, *, since: float = 0.0, name: str = "*-*") -> ErrorRecord | None:
-    """The earliest error file written after `since`: what followed it is usually its consequence."""
+    """The earliest error file written after `since` (monotonic): what followed it is usually its consequence."""
     paths = (run_dir / "errors").glob(f"{name}.json")
     records = [msgspec.json.decode(p.read_bytes(), type=ErrorRecord) for p in paths]
-    return min((r for r in records if r.time >= since), key=lambda r: r.time, default=None)
+    return min((r for r in records if r.at >= since), key=lambda r: r.at, default=None)
 
 
 def clear_errors(run_dir: Path, names: Iterable[str] = ("*",)) -> None:
@@ -158,7 +156,7 @@ def obituary(child: Child, run_dir: Path) -> str:
     """Why a child ended, for the terminal: the first traceback there is, or the last lines of its log."""
     how, own = describe_exit(child.process.returncode), f"{child.spec.role}-{child.spec.index}"
     by_signal = child.process.returncode < 0  # then other errors are of those it left in the lurch
-    record = first_error(run_dir, since=child.started - 1.0, name=own if by_signal else "*-*")
+    record = first_error(run_dir, since=child.started, name=own if by_signal else "*-*")
     if record is not None:
         return f"{record.role} {record.index} failed:\n{record.traceback.rstrip()}"
     lines = child.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]

@@ -261,7 +261,7 @@ def killed(run_dir: Path, *, steps: int, most: int, rng: random.Random, report: 
                 raise RuntimeError(f"the run failed by itself with code {code}:\n{launch.text()}")
             launch.end()
             shape = {"ranks": rng.choice([1, 1, 2]), "generators": rng.choice([1, 1, 2])}
-            launch = start(run_dir, settings(steps, **shape), again=True)
+            launch = start(run_dir, settings(steps, **shape), again=(run_dir / "config.yaml").exists())
             report.resumes += 1
     finally:
         launch.end()

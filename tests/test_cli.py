@@ -1,5 +1,6 @@
 """The command line: what it accepts, what it refuses in one line, and how little it imports to do so."""
 
+import os
 import subprocess
 import sys
 
@@ -54,6 +55,28 @@ def test_a_folder_that_holds_a_run_is_not_written_over(capsys, tmp_path):
     code, _, err = run(capsys, "train", "--run-dir", str(tmp_path))
     assert (code, err.count("\n")) == (2, 1)
     assert f"--resume {tmp_path} continues it" in err
+
+
+def test_resume_auto_takes_the_run_that_was_launched_last_with_its_settings(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(capsys, "train", "--resume", "auto", "--dry-run")
+    assert (code, err) == (2, "asyncrl: error: --resume auto: there is no run under runs/\n")
+    for age, name in ((20, "second"), (30, "first"), (10, "latest"), (40, "oldest")):
+        _, config, _ = run(capsys, "train", "--algo", "grpo", "--seed", str(age), "--dry-run")
+        path = tmp_path / "runs" / name / "config.yaml"
+        path.parent.mkdir(parents=True)
+        path.write_text(config)
+        os.utime(path, (1e9 - age, 1e9 - age))
+    code, out, _ = run(
+        capsys, "train", "--resume", "auto", "--services.trainer.procs", "2", "--services.generator.num-replicas", "3",
+        "--dry-run",
+    )  # fmt: skip
+    config = yaml.safe_load(out)
+    assert (code, config["run_dir"], config["algo"]["name"], config["seed"]) == (0, "runs/latest", "grpo", 10)
+    assert (config["services"]["trainer"]["procs"], config["services"]["generator"]["num_replicas"]) == (2, 3)
+    code, _, err = run(capsys, "train", "--resume", "runs/none")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "runs/none is not a run folder" in err
 
 
 def test_dashes_underscores_and_equals_signs_mean_the_same():

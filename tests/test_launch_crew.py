@@ -94,9 +94,21 @@ def test_the_first_error_in_time_wins(tmp_path):
         time.sleep(0.01)
     assert "from 1" in first_error(tmp_path).traceback
     assert "from 0" in first_error(tmp_path, name="trainer-0").traceback
-    assert first_error(tmp_path, since=time.time() + 1) is None
+    assert first_error(tmp_path, since=time.monotonic() + 1) is None
     clear_errors(tmp_path)
     assert first_error(tmp_path) is None
+
+
+def test_a_wall_clock_that_is_set_back_hides_no_traceback(tmp_path, monkeypatch):
+    """Each process sees another date: an hour earlier than the launcher saw, and earlier again."""
+    with Crew(tmp_path) as crew:
+        crew.start(script("import sys; sys.exit(1)"))
+        (dead,) = until(crew.take_dead)
+    now = time.time()
+    for index, hour in ((0, 1), (1, 2)):
+        monkeypatch.setattr("time.time", lambda hour=hour: now - 3600.0 * hour)
+        write_error(tmp_path, "generator", index, RuntimeError(f"from {index}"))
+    assert "from 0" in obituary(dead, tmp_path)
 
 
 def test_an_obituary_holds_the_traceback_or_else_the_end_of_the_log(tmp_path):

@@ -1,0 +1,38 @@
+"""Killed with SIGKILL at random points, all processes or any one of them, and resumed: the run trains exactly what an
+uninterrupted one trains. Both tests are short forms of benchmarks/resume.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import resume
+from resume_forked import Forked
+
+from asyncrl.metrics import read_rows
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_run_killed_twenty_times_in_a_row_trains_what_an_uninterrupted_run_trains(tmp_path: Path) -> None:
+    """Every process is real but the launcher; each resume has another number of ranks and generators."""
+    report = resume.measure(tmp_path, kills=20, steps=32, seed=1, per_run=20, start=Forked)
+    assert report.faults == []
+    assert len(report.kills) == 20
+    victims = {kill.partition(" at ")[0].split()[0] for kill in report.kills}
+    assert victims == {"everybody", "trainer", "replay", "generator"}
+    last = read_rows(tmp_path / "killed-0")[-1]
+    assert last["dropped/expired"] > 0  # leases were lost, their prompts were not
+    assert last["ledger/trained"] == 32 * resume.BATCH
+
+
+def test_asyncrl_train_is_killed_and_resumed_without_a_prompt_skipped_or_doubled(tmp_path: Path) -> None:
+    report = resume.measure(tmp_path, kills=3, steps=12, seed=3, per_run=3)
+    assert report.faults == []
+    assert report.resumes > 0
+    output = (tmp_path / "killed-0.out").read_text()
+    assert "Traceback" not in output

@@ -332,3 +332,17 @@ def test_default_order_needs_no_heap(states: list[str], num_groups: int, window:
     general = line.choose(step=1, num_groups=num_groups, window=window, sampler=lambda seat, step: seat.position)
     fast = line.choose(step=1, num_groups=num_groups, window=window, sampler=oldest_first)
     assert general == fast
+
+
+def test_a_full_buffer_does_not_keep_the_prompt_that_everybody_waits_for_from_its_next_lease() -> None:
+    """Groups turned out larger than the capacity in bytes, and the oldest lease expired: the buffer cannot empty
+    before it is leased again."""
+    buffer = make_buffer(order="fifo", P=2, target_lag=1, capacity_bytes=1000)
+    first, *others = lease_all(buffer, 2) + lease_all(buffer, 2)
+    for lease_id in others:
+        buffer.insert(lease_id, make_parcel(lease_id, versions=[0], length=5000))
+    buffer.drop(first, "expired")
+    assert buffer.take(step=1, num_groups=2, version=0) is None
+    (again,) = lease_all(buffer)
+    buffer.insert(again, make_parcel(again, versions=[0]))
+    assert buffer.take(step=1, num_groups=2, version=0) is not None

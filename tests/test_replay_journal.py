@@ -21,6 +21,7 @@ from asyncrl.replay import server
 from asyncrl.replay.buffer import Buffer
 from asyncrl.replay.client import AsyncReplayClient, ReplayClient
 from asyncrl.replay.journal import Journal, JournalFull
+from asyncrl.replay.limiter import least_max_lag
 from asyncrl.replay.segments import Segments
 from asyncrl.types import Prompt
 
@@ -99,13 +100,16 @@ def test_restored_buffer_is_the_one_that_was_committed(
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**32), reuse=st.integers(1, 2), every=st.integers(1, 3))
+@given(seed=st.integers(0, 2**32), reuse=st.integers(1, 2), every=st.integers(1, 5), S=st.integers(0, 2))
 def test_trained_prompts_are_those_of_an_uninterrupted_run(
-    tmp_path_factory: pytest.TempPathFactory, seed: int, reuse: int, every: int
+    tmp_path_factory: pytest.TempPathFactory, seed: int, reuse: int, every: int, S: int
 ) -> None:
-    """Killed again and again at random instants and resumed from the last checkpoint; nothing is skipped or doubled."""
+    """Killed again and again at random instants and resumed from the last checkpoint; nothing is skipped or doubled,
+    and nothing is older than the least bound that can be held (take raises otherwise)."""
     folder, rng = tmp_path_factory.mktemp("journal"), random.Random(seed)
-    shape = {"P": 2, "target_lag": 2, "reuse": reuse, "steps": 12}
+    S = max(S, reuse - 1)
+    least = least_max_lag(target_lag=S, batch_size=2, reuse=reuse)
+    shape = {"P": 2, "target_lag": S, "max_lag": least, "reuse": reuse, "steps": 12}
     trained: dict[int, list[int]] = {}
     checkpoint = 0
     while len(trained) < 12:
@@ -189,6 +193,32 @@ def test_a_resumed_run_remembers_what_its_curriculum_has_learnt(tmp_path: Path) 
     for seed in range(5):
         found = play_curriculum(tmp_path / str(seed), interrupt=0.8, rng=random.Random(seed))
         assert found == (expected, metrics)
+
+
+def test_a_prompt_that_a_later_version_had_admitted_waits_for_it_after_a_rewind(tmp_path: Path) -> None:
+    """With target lag 0, prompt 4 is leased at version 2. A run that goes back to step 0 leases it no earlier."""
+    journal = open_journal(tmp_path, P=2, target_lag=0, max_lag=0)
+    buffer, _ = journal.restore()
+
+    def step(number: int) -> None:
+        buffer.publish(version=number - 1, step=number - 1)
+        for seat in buffer.lease(9, owner="a", request=0, now=0.0):
+            buffer.insert(seat.lease_id, make_parcel(seat.lease_id, versions=[seat.version]))
+        assert buffer.take(step=number, num_groups=2, version=number - 1) is not None
+
+    for number in (1, 2):
+        step(number)
+        journal.commit(buffer, {})
+    buffer.publish(version=2, step=2)
+    assert [seat.position for seat in buffer.lease(9, owner="a", request=0, now=0.0)] == [4, 5]
+    journal.commit(buffer, {})
+    buffer = journal.rewind(step=1)
+    buffer.publish(version=1, step=1)
+    assert (len(buffer.waiting), buffer.room()) == (2, 0)  # 2 and 3 are there for step 2; 4 and 5 wait for version 2
+    step(2)
+    step(3)
+    assert buffer.accounts()["ledger/balance"] == 0
+    journal.close()
 
 
 def test_rewind_to_a_forgotten_step_is_refused(tmp_path: Path) -> None:

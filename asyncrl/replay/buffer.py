@@ -95,10 +95,12 @@ class Buffer:
         """Leases that may be granted now: seats that wait for another attempt, then new prompts."""
         if self.live_version < 0 or self.finished is not None:
             return 0
+        excess = self.committed - self.limits.allowed(trained=self.live_uses)  # above 0 only after a rewind
+        again = len(self.waiting) - self.line.held_back(excess, reuse=self.limits.reuse)
         if self.exhausted:
-            return len(self.waiting)
+            return again
         admitted = self.limits.room(trained=self.live_uses, committed=self.committed)
-        return len(self.waiting) + min(admitted, self._capacity_room())
+        return again + min(admitted, self._capacity_room())
 
     def lease(self, n: int, *, owner: str, request: int, now: float) -> list[Seat]:
         """Up to `n` leases for one generator; [] when there is no room now."""
@@ -252,14 +254,14 @@ class Buffer:
     # Inside
 
     def _capacity_room(self) -> int:
-        """What capacity allows. Every lease in flight is expected to need as much as the largest group so far; the
-        first batch is never held back, or nothing would ever be trained."""
+        """New prompts that capacity allows. Every lease in flight is expected to need as much as the largest group so
+        far; the first batch is never held back, or nothing would ever be trained."""
         limits, outstanding = self.limits, self.outstanding
         room = limits.capacity_groups - outstanding
         if self.largest_bytes:
             expected = self.bytes_buffered + (outstanding - len(self.buffered)) * self.largest_bytes
             room = min(room, (limits.capacity_bytes - expected) // self.largest_bytes)
-        return max(room, limits.batch_size - outstanding)
+        return max(room, limits.batch_size - outstanding, 0)
 
     def _next_seat(self) -> Seat | None:
         if self.waiting:

@@ -39,7 +39,7 @@ def why_no_lease(buffer: Buffer) -> str:
         return f"the run is finished ({buffer.finished})"
     if buffer.live_version < 0:
         return "no weights have been published yet"
-    if buffer.exhausted:
+    if buffer.exhausted and not buffer.waiting:
         return "every prompt of the environment has been leased"
     if buffer.room() > 0:
         return "no generator has asked for one of the leases that are free"

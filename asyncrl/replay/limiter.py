@@ -27,6 +27,10 @@ For r = 1 this is S + ceil((W - 1) / P); W = 1 is strict first-in-first-out, whe
 number of later leases, and a lease that expired keeps its place in line, so neither weakens the bound. The order in
 which a sampler picks inside the window does not matter.
 
+**After a rewind** to the checkpoint of step k, L is k again, but the leases that versions after k had admitted keep
+their places in line. Those of them that have no group are granted again only once r A, up to each, is within (S + 1 +
+L) P; before that they would be older than the bound. The groups that are there were sampled by version k or later.
+
 **Progress.** Suppose every lease ends (inserted, dropped, or expired and granted again). Then all admitted groups are
 in the buffer at some time, the anchor is among them, and picking it moves the anchor on: a batch of P different
 groups exists if P groups are not used up. Before step t at least (S + 1 + t - q) P - (r - 1) uses are admitted and (t
@@ -71,12 +75,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         needed, r = self.last_step * self.batch_size, self.reuse
         return needed if r == 1 else r * (-(-needed // r) + self.batch_size)
 
-    def room(self, *, trained: int, committed: int) -> int:
-        """How many leases admission allows now; see the module's docstring. Both arguments are in uses."""
+    def allowed(self, *, trained: int) -> int:
+        """Uses that may be promised and made; see the module's docstring."""
         allowed = (self.target_lag + 1) * self.batch_size + trained
-        if self.last_use is not None:
-            allowed = min(allowed, self.last_use)
-        return max(0, (allowed - committed) // self.reuse)
+        return allowed if self.last_use is None else min(allowed, self.last_use)
+
+    def room(self, *, trained: int, committed: int) -> int:
+        """How many leases admission allows now. Both arguments are in uses."""
+        return max(0, (self.allowed(trained=trained) - committed) // self.reuse)
 
 
 def least_max_lag(*, target_lag: int, batch_size: int, reuse: int) -> int:

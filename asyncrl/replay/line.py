@@ -140,6 +140,16 @@ class Line:
                 end = i + window
         return None
 
+    def held_back(self, excess: int, *, reuse: int) -> int:
+        """Seats that wait for a lease among the last ones, which together promise `excess` uses too many."""
+        held = 0
+        for seat in reversed(self.seats.values()):
+            if excess <= 0:
+                break
+            held += not (seat.owner or seat.parcel or seat.used_up)
+            excess -= seat.uses if seat.used_up else reuse
+        return held
+
     def anchor(self, default: int) -> int:
         """Position of the oldest seat that is not used up; `default` when there is none."""
         return next(iter(self.seats), default)

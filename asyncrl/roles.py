@@ -23,6 +23,7 @@ from typing import NoReturn
 
 import msgspec
 
+from asyncrl.memory import keep_freed_memory
 from asyncrl.replay.server import read_address
 from asyncrl.settings import Run, load_run
 
@@ -48,6 +49,7 @@ def run_role(role: str, *, run_dir: str, index: int, address: str | None = None)
 def _run_role(role: str, *, run_dir: str, index: int, address: str | None) -> int:
     index = int(os.environ.get("RANK", index)) if role in ("trainer", "sft") else index
     die_with_parent()
+    keep_freed_memory()
     _set_title(f"asyncrl {role} {index} {run_dir}")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # kill -USR1 shows where a process stands

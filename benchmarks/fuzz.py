@@ -26,7 +26,7 @@ from asyncrl.replay import messages, wire
 from asyncrl.replay.buffer import Buffer
 from asyncrl.replay.ledger import EndlessRejection
 from asyncrl.replay.limiter import make_limits
-from asyncrl.replay.seal import seal, unseal
+from asyncrl.replay.seal import digest_of, seal, unseal
 from asyncrl.replay.service import Service
 from asyncrl.types import Episode, Group, Prompt
 
@@ -155,12 +155,13 @@ class Machine:
         payload = []
         if isinstance(body, messages.Insert):
             payload = [bytes(f) for f in wire.pack_group(make_group(rng, body.lease_id, service.buffer.live_version))]
-        frames = [bytes(f) for f in unseal(wire.pack_message(envelope, payload))]
+        header, rest = unseal(wire.pack_message(envelope, payload))
+        frames = [bytes(header), *map(bytes, rest.frames)]
         if rng.random() < 0.2:
             at = rng.randrange(len(frames))
             frames[at] = damage(rng, frames[at])
         if rng.random() < 0.99:  # sealed after the damage: what somebody sends on purpose
-            frames[0] += seal(frames)
+            frames[0] += seal(frames[0], [digest_of(f) for f in frames[1:]])
         malformed = service.malformed
         self.now += rng.choice([0.0, 0.0, 0.1, 100.0])
         try:

@@ -1,6 +1,7 @@
 """What the replay server costs: the same groups through it, through a bare ZeroMQ pair, a pickling queue, and Redis.
 
-    python benchmarks/replay.py [--smoke] [--producers 1,8,64] [--sizes 16,256,4096] [--seconds 4] [--only replay,bare]
+    python benchmarks/replay.py [--smoke] [--producers 1,8,64] [--sizes 16,256,4096] [--seconds 4] [--repeats 5]
+                                [--only replay,bare]
 
 Producers pack groups of 8 episodes and send them, at most WINDOW unanswered each; one consumer takes batches of 32
 groups and unpacks them. Rows:
@@ -30,6 +31,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -53,6 +55,9 @@ from asyncrl.replay.server import read_address
 
 MAX_PROCESSES = 8
 """More producers than this share processes, each with a socket of its own."""
+
+WARM_BYTES, WARM_S = 300e6, 4.0
+"""Before the clock starts: so much has passed, or so long. Segment files are written over by then, as in a long run."""
 
 
 def measure(kind: str, producers: int, kilobytes: int, seconds: float) -> dict[str, float]:
@@ -101,11 +106,9 @@ def _cpu(pids: list[int | None]) -> float:
 
 
 def _run(take: Callable[[], int], pid: int | None, producers: list[int], seconds: float) -> dict[str, float]:
-    for _ in range(3):
-        take()
-    settle = time.perf_counter() + seconds / 4
-    while time.perf_counter() < settle:
-        take()
+    start, total = time.perf_counter(), 0
+    while total < WARM_BYTES and time.perf_counter() < start + min(WARM_S, 2 * seconds):
+        total += take()
     everybody = [pid, *producers, os.getpid()]
     middle, all_ = _cpu([pid]), _cpu(everybody)
     start, total, times = time.perf_counter(), 0, []
@@ -157,6 +160,7 @@ def main() -> None:
     parser.add_argument("--producers", default="1,8,64")
     parser.add_argument("--sizes", default="16,256,4096", help="KB per group")
     parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--repeats", type=int, default=1, help="of each cell, its rows in turn; medians are shown")
     parser.add_argument("--only", default="replay,journal,bare,queue,redis,redis-aof")
     args = parser.parse_args()
     if args.smoke:
@@ -169,25 +173,36 @@ def main() -> None:
     rows = []
     for producers in map(int, args.producers.split(",")):
         for kilobytes in map(int, args.sizes.split(",")):
-            for kind in kinds:
-                row = {"producers": producers, "kb": kilobytes, "through": kind}
-                row |= measure(kind, producers, kilobytes, args.seconds)
+            cell = {kind: list[dict[str, float]]() for kind in kinds}
+            for _ in range(args.repeats):
+                for kind in kinds:
+                    cell[kind].append(measure(kind, producers, kilobytes, args.seconds))
+            for kind, repeats in cell.items():
+                row = {"producers": producers, "kb": kilobytes, "through": kind, "repeats": repeats}
+                row |= {name: median(r[name] for r in repeats) for name in repeats[0]}
                 rows.append(row)
                 print(_line(row), flush=True)
-    summary = {"vs_bare": ratios(rows, "replay", "bare"), "vs_redis_aof": ratios(rows, "journal", "redis-aof")}
-    summary |= {"vs_redis": ratios(rows, "journal", "redis"), "journal_cost": ratios(rows, "journal", "replay")}
+    pairs = {"vs_bare": ("replay", "bare"), "journal_cost": ("journal", "replay")}
+    pairs |= {"vs_redis": ("journal", "redis"), "vs_redis_aof": ("journal", "redis-aof")}
+    summary = {name: ratios(rows, *pair) for name, pair in pairs.items()}
+    for name, found in [s for s in summary.items() if s[1]]:
+        print(f"{name:>16} " + "  ".join(f"{cell}: {speed} ({cpu} by CPU)" for cell, (speed, cpu) in found.items()))
     print(json.dumps({"benchmark": "replay", "cpus": os.cpu_count(), **summary, "rows": rows}))
 
 
 def ratios(rows: list[dict[str, Any]], one: str, other: str) -> dict[str, list[float]]:
-    """ "producers x KB" -> [MB/s of `one` over those of `other`, CPU per group of `other` over that of `one`]."""
-    cells = {(r["producers"], r["kb"], r["through"]): r for r in rows}
+    """ "producers x KB" -> [MB/s of `one` over those of `other`, CPU per group of `other` over that of `one`].
+
+    Medians over the repeats, each of which ran the two one after the other.
+    """
+    cells = {(r["producers"], r["kb"], r["through"]): r["repeats"] for r in rows}
     found = {}
-    for (producers, kilobytes, through), row in cells.items():
-        base = cells.get((producers, kilobytes, other))
-        if through == one and base is not None:
-            speed = row["mb_per_s"] / base["mb_per_s"]
-            cpu = base["cpu_us_per_group"] / row["cpu_us_per_group"]
+    for (producers, kilobytes, through), repeats in cells.items():
+        bases = cells.get((producers, kilobytes, other))
+        if through == one and bases is not None:
+            pairs = list(zip(repeats, bases, strict=True))
+            speed = median(a["mb_per_s"] / b["mb_per_s"] for a, b in pairs)
+            cpu = median(b["cpu_us_per_group"] / a["cpu_us_per_group"] for a, b in pairs)
             found[f"{producers}x{kilobytes}"] = [round(speed, 2), round(cpu, 2)]
     return found
 

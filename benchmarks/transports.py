@@ -13,6 +13,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -24,10 +25,14 @@ import zmq
 
 from asyncrl.config import CheckpointConfig, Config, ReplayConfig, TrainingConfig
 from asyncrl.env import Env
+from asyncrl.memory import keep_freed_memory
 from asyncrl.replay import server, wire
 from asyncrl.replay.client import AsyncReplayClient, ReplayClient
+from asyncrl.replay.messages import Lease
+from asyncrl.training.prefetch import Prefetch
 from asyncrl.types import Episode, Group, Prompt
 
+keep_freed_memory()  # in every process of every way, as the roles of a run do: none is slower for its malloc
 BATCH = 32
 WINDOW = 4
 """Unanswered groups per producer."""
@@ -91,16 +96,22 @@ def replay_server(address_dir: str, journal: bool, stop: Event) -> None:
 
 def replay_producer(address: str, index: int, sockets: int, kilobytes: int, stop: Event, results: Any) -> None:
     latencies: list[float] = []
+    running = True
 
     async def one(number: int) -> None:
         client = AsyncReplayClient(address, index=number)
         await client.hello()
         asyncio.get_running_loop().create_task(beat(client))
 
+        leases, asking = deque[Lease](), asyncio.Lock()
+
         async def work() -> None:
-            while not stop.is_set():
-                for lease in await client.lease(8):
-                    start = time.perf_counter()
+            while running:
+                if not leases:
+                    async with asking:  # one request at a time, as a generator
+                        leases.extend(() if leases else await client.lease(8))
+                if leases:
+                    lease, start = leases.popleft(), time.perf_counter()
                     await client.insert(make_group(lease.id, kilobytes, lease.version))
                     latencies.append(time.perf_counter() - start)
 
@@ -112,10 +123,12 @@ def replay_producer(address: str, index: int, sockets: int, kilobytes: int, stop
             await asyncio.sleep(2)
 
     async def main() -> None:
+        nonlocal running
         with contextlib.suppress(TimeoutError):
             work = asyncio.gather(*(one(index * 1000 + i) for i in range(sockets)))
             while not stop.is_set():
                 await asyncio.sleep(0.1)
+            running = False
             work.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await work
@@ -127,15 +140,21 @@ def replay_producer(address: str, index: int, sockets: int, kilobytes: int, stop
 def replay_consumer(address: str, journal: bool) -> Callable[[], int]:
     client = ReplayClient(address, role="trainer")
     client.publish(version=0, step=0)
+    prefetch = Prefetch(ReplayClient(address, role="prefetch"), num_groups=BATCH, limit_s=60)  # as the trainer does
     step = 0
 
     def take() -> int:
         nonlocal step
+        if not step:
+            prefetch.begin(1)
         step += 1
-        taken = client.take(step=step, num_groups=BATCH, version=step - 1, timeout_s=60)
+        taken = prefetch.poll(60)
+        if taken is None:
+            raise TimeoutError("no batch in 60 s")
+        prefetch.begin(step + 1)
         client.publish(version=step, step=step)
-        if journal and step % 10 == 0:
-            client.forget(step=step - 10)
+        if journal and step % 2 == 0:
+            client.forget(step=step - 2)
         return sum(g.nbytes for g in taken.groups)
 
     return take
@@ -210,7 +229,8 @@ def bare_consumer(address: str, journal: bool) -> Callable[[], int]:
     def take() -> int:
         dealer.send(b"take")
         frames = dealer.recv_multipart(copy=False)
-        return sum(wire.unpack_group(frames[i : i + 2]).nbytes for i in range(0, len(frames), 2))
+        groups = [wire.unpack_group(frames[i : i + 2]) for i in range(0, len(frames), 2)]  # a batch, whole, as ours
+        return sum(group.nbytes for group in groups)
 
     return take
 

@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 from collections import Counter
 from pathlib import Path
@@ -97,6 +98,38 @@ def test_restored_buffer_is_the_one_that_was_committed(
     again, announced = open_journal(folder, **shape).restore()
     assert view(again) == before
     assert announced == {"weights": ("here", "trainer")}
+
+
+def test_what_waits_for_its_transaction_is_restored_and_a_torn_record_never_happened(tmp_path: Path) -> None:
+    """The files as a kill leaves them: between two transactions, then in the middle of a write, then after one."""
+    rng = random.Random(1)
+    journal = open_journal(tmp_path / "run", P=2, target_lag=2)
+    buffer, _ = journal.restore()
+    buffer.publish(version=0, step=0)
+    before = []
+    for _ in range(30):
+        act(buffer, rng)
+        before.append(view(buffer))
+        journal.commit(buffer, {})
+    assert (tmp_path / "run" / "redo.bin").stat().st_size > 1000
+
+    def restored(name: str, cut: int = 0) -> dict:
+        copy = shutil.copytree(tmp_path / "run", tmp_path / name)
+        size = (copy / "redo.bin").stat().st_size
+        os.truncate(copy / "redo.bin", max(0, size - cut))
+        found = open_journal(copy, P=2, target_lag=2)
+        seen = view(found.restore()[0])
+        found.close()
+        assert (copy / "redo.bin").stat().st_size == 0
+        return seen
+
+    assert restored("killed") == before[-1]
+    assert restored("torn", cut=1) == next(b for b in reversed(before) if b != before[-1])
+    records = (tmp_path / "run" / "redo.bin").read_bytes()
+    journal.flush()
+    (tmp_path / "run" / "redo.bin").write_bytes(records)  # killed before it could be emptied: the database has them
+    assert restored("stale") == before[-1]
+    journal.close()
 
 
 @settings(max_examples=25, deadline=None)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from replay_helpers import make_group
 
 from asyncrl.replay import messages, wire
-from asyncrl.replay.seal import Damaged, seal, unseal
+from asyncrl.replay.seal import Damaged, digest_of, seal, unseal
 from asyncrl.types import Episode, Group, Prompt
 
 
@@ -183,16 +183,17 @@ def test_flipped_bytes_are_a_value_error_or_a_group(group: Group, data: st.DataO
 )
 def test_request_survives_the_wire(body: messages.Request) -> None:
     envelope = wire.Envelope("abc", 7, 5, "generator", 1, body)
-    frame, payload = unseal(wire.pack_message(envelope, [b"payload"]))
-    assert wire.unpack_request(frame) == envelope
-    assert payload == b"payload"
+    header, payload = unseal(wire.pack_message(envelope, [b"payload"]))
+    assert wire.unpack_request(header) == envelope
+    assert payload.frames == [b"payload"]
 
 
 @settings(max_examples=80, deadline=None)
 @given(frames=st.lists(st.binary(max_size=60) | st.binary(min_size=5000, max_size=5010), min_size=1), data=st.data())
 def test_a_message_that_was_changed_on_the_way_is_noticed(frames: list[bytes], data: st.DataObject) -> None:
-    sealed = [frames[0] + seal(frames), *frames[1:]]
-    assert unseal(sealed) == frames
+    digests = [digest_of(f) for f in frames[1:]]
+    sealed = [frames[0] + seal(frames[0], digests), *frames[1:]]
+    assert unseal(sealed) == (frames[0], (frames[1:], digests))
     which = data.draw(st.sampled_from([i for i, f in enumerate(sealed) if f]))
     changed = bytearray(sealed[which])
     changed[data.draw(st.integers(0, len(changed) - 1))] ^= data.draw(st.integers(1, 255))

@@ -9,7 +9,6 @@ twice.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
 import time
@@ -36,6 +35,7 @@ MAX_FAULTS = 3
 """A request that could not be read this often was not damaged on the way: it is wrong."""
 CONNECT_S = 0.05
 """Until a connection is there, sending is tried this often."""
+_POLLIN = int(zmq.POLLIN)  # as an enumeration it takes longer than the call
 M = TypeVar("M")
 S = TypeVar("S", bound=zmq.Socket)
 
@@ -194,7 +194,9 @@ class ReplayClient:
     def _call(self, body: messages.Request, expected: type[M]) -> M:
         return self._exchange(body, expected, timeout_s=inf)[0]
 
-    def _exchange(self, body: messages.Request, expected: type[M], *, timeout_s: float) -> tuple[M, list[wire.Frame]]:
+    def _exchange(
+        self, body: messages.Request, expected: type[M], *, timeout_s: float
+    ) -> tuple[M, Sequence[wire.Frame]]:
         """Waits for the reply to one request; unblocked by it, by `timeout_s`, or by SILENCE_S without the server."""
         if not self._greeted:
             self.hello()
@@ -222,11 +224,11 @@ class ReplayClient:
             return False
         return True
 
-    def _receive(self) -> tuple[wire.ReplyEnvelope | None, list[wire.Frame]]:
+    def _receive(self) -> tuple[wire.ReplyEnvelope | None, Sequence[wire.Frame]]:
         frames = cast(list[wire.Frame], self._socket.recv_multipart(copy=False))
         try:
-            header, *payload = unseal(frames)
-            return wire.unpack_reply(header), payload
+            header, payload = unseal(frames)
+            return wire.unpack_reply(header), payload.frames
         except ValueError:  # damaged on the way: asking again brings it once more
             return None, []
 
@@ -241,17 +243,22 @@ class Inbox:
 
     def put(self, reply: messages.Reply) -> None:
         self._replies.append(reply)
-        if self._came is not None and not self._came.done():
-            self._came.set_result(None)
+        self._wake()
 
     async def get(self, wait_s: float) -> messages.Reply | None:
         """The next reply, or None after `wait_s`."""
         if not self._replies:
             self._came = self._loop.create_future()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await self._came
+            timer = self._loop.call_later(wait_s, self._wake)
+            try:
+                await self._came
+            finally:
+                timer.cancel()
         return self._replies.popleft() if self._replies else None
+
+    def _wake(self) -> None:
+        if self._came is not None and not self._came.done():
+            self._came.set_result(None)
 
 
 class AsyncReplayClient:
@@ -344,16 +351,14 @@ class AsyncReplayClient:
             return False
         finally:  # ZeroMQ signals once for all that has come, and sending may have taken the signal
             assert self._loop is not None
-            self._loop.call_soon(self._read)
+            if self._has_come():
+                self._loop.call_soon(self._read)
         return True
 
     def _read(self) -> None:
         """Put every reply that has come into the inbox of its request."""
-        while not self._socket.closed:
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        while not self._socket.closed and self._has_come():
+            frames = self._socket.recv_multipart()
             try:
                 envelope = wire.unpack_reply(unseal(frames)[0])
             except ValueError:  # damaged on the way: asking again brings it once more
@@ -361,6 +366,9 @@ class AsyncReplayClient:
             inbox = self._inboxes.get(envelope.seq)
             if inbox is not None:
                 inbox.put(envelope.body)
+
+    def _has_come(self) -> bool:
+        return bool(int(cast(int, self._socket.getsockopt(zmq.EVENTS))) & _POLLIN)
 
 
 def _expect(reply: messages.Reply, expected: type[M]) -> M:

@@ -2,8 +2,8 @@
 
 Called by `server.py`: `commit` once per turn, before that turn's replies leave; `restore` at start; `rewind` when a
 resumed trainer names its checkpoint; `forget` when old checkpoints are gone. SQLite in WAL mode holds seats, prompts,
-which step used which seat, what the curriculum has learnt, and the counters; `segments.py` holds the groups' bytes. One
-thread, one connection.
+which step used which seat, what the curriculum has learnt, and the counters; `segments.py` holds the groups' bytes;
+`redo.py` what SQLite has not been told yet, for a transaction is shared by many turns. One thread, one connection.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,14 @@ from asyncrl.replay.buffer import TAKES_KEPT, Buffer
 from asyncrl.replay.ledger import Ledger, Means
 from asyncrl.replay.line import Changes, Seat
 from asyncrl.replay.parcel import Parcel, parcel_of
+from asyncrl.replay.redo import Redo, Turn, merge
 from asyncrl.replay.segments import Place, Segments
 from asyncrl.types import NOT_SAMPLED, Prompt
 
 FORMAT = 1
 WAITING, LEASED, BUFFERED, USED_UP = range(4)
+PENDING_BYTES = 64 << 10
+"""Records that may wait for their transaction; as many are read again after a crash."""
 SPARE_SEGMENTS = 8
 """Free segment files that are kept to be written over."""
 
@@ -38,6 +42,7 @@ create table if not exists used (step integer, position integer, primary key (st
 create index if not exists used_by_position on used (position);
 create table if not exists steps (step integer primary key, uses integer);
 create table if not exists curriculum (key text primary key, streak integer, rest integer) without rowid;
+create table if not exists redo (id integer primary key check (id = 0), epoch integer);
 """
 _ALL = ("meta", "seats", "prompts", "used", "steps", "curriculum")
 
@@ -82,6 +87,11 @@ class Journal:
         self._db.execute("pragma synchronous = normal")
         self._db.executescript(_TABLES)
         self._check_format(folder)
+        self._redo, self._pending = Redo(folder / "redo.bin"), list[Turn]()
+        (self._epoch,) = self._db.execute("select coalesce(max(epoch), 0) from redo").fetchone()
+        self._pending += map(_TURNS.decode, self._redo.read(self._epoch + 1))
+        self.flush()
+        self._redo.empty()
         self._segments = Segments(folder / "groups", self._used_segments())
         self._places: dict[int, bytes] = {}
         """Places of buffered groups, by position."""
@@ -96,45 +106,63 @@ class Journal:
         changes, counters = buffer.changes, _ENCODER.encode(_counters(buffer, announced))
         if not changes.seats and counters == self._written:
             return
-        try:
+        with _naming_a_full_disk():
             for position, parcel in changes.arrived.items():
                 self._places[position] = _ENCODER.encode(self._segments.append(parcel.frames))
-            with _Transaction(self._db):
-                self._write(changes, buffer.uses_by_step, counters)
-                self._write_curriculum(buffer.curriculum)
-        except (OSError, sqlite3.OperationalError) as error:
-            raise JournalFull(
-                f"the replay journal cannot be written: {error}; free some space and resume the run, nothing that was "
-                "acknowledged is lost"
-            ) from error
+            turn = self._turn(changes, buffer.uses_by_step, buffer.curriculum, counters)
+            self._redo.append(self._epoch + 1, _ENCODER.encode(turn))
+        self._pending.append(turn)
         self._written, self._steps = counters, dict(buffer.uses_by_step)
         changes.clear()
         if buffer.curriculum is not None:
             buffer.curriculum.changed.clear()
+        if self._redo.size >= PENDING_BYTES:
+            self.flush()
 
-    def _write(self, changes: Changes, uses_by_step: dict[int, int], counters: bytes) -> None:
-        run = self._db.executemany
-        present = [s for s in changes.seats.values() if not s.removed]
-        run("insert or replace into seats values (?,?,?,?,?,?,?,?,?,?,?)", [self._row(s) for s in present])
-        if new := [s for s in present if not s.stored]:
-            run("insert or replace into prompts values (?, ?)", [(s.position, _ENCODER.encode(s.prompt)) for s in new])
-            for seat in new:
-                seat.stored = True
-        if removed := [s.position for s in changes.seats.values() if s.removed]:
-            self._delete(removed)
-        if uses_by_step != self._steps:
-            run("insert or replace into used values (?, ?)", changes.uses)
-            run("insert or replace into steps values (?, ?)", list(uses_by_step.items()))
-        self._db.execute("insert or replace into meta values (0, ?, ?)", (FORMAT, counters))
-
-    def _write_curriculum(self, curriculum: Curriculum | None) -> None:
-        if curriculum is None or not curriculum.changed:
+    def flush(self) -> None:
+        """Tell the database what it has not been told yet. Raises JournalFull."""
+        if not self._pending:
             return
-        known = {key: curriculum.records.get(key) for key in curriculum.changed}
-        rows = [(key, record.streak, record.rest) for key, record in known.items() if record is not None]
-        self._db.executemany("insert or replace into curriculum values (?, ?, ?)", rows)
-        gone = [(key,) for key, record in known.items() if record is None]
-        self._db.executemany("delete from curriculum where key = ?", gone)
+        with _naming_a_full_disk():
+            with _Transaction(self._db):
+                self._write(merge(self._pending))
+                self._db.execute("insert or replace into redo values (0, ?)", (self._epoch + 1,))
+            self._epoch += 1
+            self._pending.clear()
+            self._redo.empty()
+
+    def _turn(
+        self, changes: Changes, uses_by_step: dict[int, int], curriculum: Curriculum | None, counters: bytes
+    ) -> Turn:
+        present = [s for s in changes.seats.values() if not s.removed]
+        removed = [s.position for s in changes.seats.values() if s.removed]
+        new = [s for s in present if not s.stored]
+        for seat in new:
+            seat.stored = True
+        taken = uses_by_step != self._steps
+        turn = Turn(
+            seats=[self._row(s) for s in present],
+            prompts=[(s.position, _ENCODER.encode(s.prompt)) for s in new],
+            removed=removed,
+            used=list(changes.uses) if taken else [],
+            steps=list(uses_by_step.items()) if taken else [],
+            curriculum=_learnt(curriculum) if curriculum is not None else [],
+            counters=counters,
+        )
+        for position in removed:
+            self._places.pop(position, None)
+        return turn
+
+    def _write(self, turn: Turn) -> None:
+        run = self._db.executemany
+        run("insert or replace into seats values (?,?,?,?,?,?,?,?,?,?,?)", turn.seats)
+        run("insert or replace into prompts values (?, ?)", turn.prompts)
+        run("insert or replace into used values (?, ?)", turn.used)
+        run("insert or replace into steps values (?, ?)", turn.steps)
+        run("insert or replace into curriculum values (?, ?, ?)", [r for r in turn.curriculum if r[1] is not None])
+        run("delete from curriculum where key = ?", [r[:1] for r in turn.curriculum if r[1] is None])
+        self._delete(turn.removed)
+        self._db.execute("insert or replace into meta values (0, ?, ?)", (FORMAT, turn.counters))
 
     def _row(self, seat: Seat) -> tuple[Any, ...]:
         state = USED_UP if seat.used_up else BUFFERED if seat.parcel else LEASED if seat.owner else WAITING
@@ -146,11 +174,10 @@ class Journal:
         gone = [(p,) for p in positions]
         for table in ("seats", "prompts", "used"):
             self._db.executemany(f"delete from {table} where position = ?", gone)
-        for (position,) in gone:
-            self._places.pop(position, None)
 
     def forget(self, step: int, buffer: Buffer) -> None:
         """Nobody will rewind to before `step`: remove what was used up by then and has left the line."""
+        self.flush()
         step = min(step, buffer.step - TAKES_KEPT)
         gone = self._db.execute(
             "select position from seats where state = ? and last_step <= ? and position < ?",
@@ -158,19 +185,25 @@ class Journal:
         ).fetchall()
         with _Transaction(self._db):
             self._delete(position for (position,) in gone)
+            for (position,) in gone:
+                self._places.pop(position, None)
             self._db.execute("delete from steps where step < ?", (step,))
         self._segments.keep(self._used_segments())
         self._segments.trim(SPARE_SEGMENTS)
 
     def close(self) -> None:
         """Close the files; everything committed stays."""
+        with suppress(JournalFull):  # it is in the file of records, and read from there next time
+            self.flush()
         self._db.close()
+        self._redo.close()
         self._segments.close()
 
     # Reading
 
     def restore(self, *, now: float = 0.0) -> tuple[Buffer, Announced]:
         """The buffer as it was committed last, and what was announced. Leases go on from `now`."""
+        self.flush()
         found = self._db.execute("select value from meta").fetchone()
         if found is None:
             return self._blank(0), {}
@@ -203,6 +236,7 @@ class Journal:
         is granted before weights are published. Step 0 is no checkpoint: everything starts afresh. Raises ValueError
         when the journal does not reach back that far.
         """
+        self.flush()
         uses = self._db.execute("select uses from steps where step = ?", (step,)).fetchone()
         if uses is None and step:
             raise ValueError(
@@ -294,6 +328,17 @@ class Journal:
             )
 
 
+@contextmanager
+def _naming_a_full_disk() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, sqlite3.OperationalError) as error:
+        raise JournalFull(
+            f"the replay journal cannot be written: {error}; free some space and resume the run, nothing that was "
+            "acknowledged is lost"
+        ) from error
+
+
 class _Transaction:
     """All or nothing."""
 
@@ -313,6 +358,11 @@ def _counters(buffer: Buffer, announced: Announced) -> Counters:
     return Counters(rejected=dict(buffer.rejected), announced=announced, skipped=skipped, **same)
 
 
+def _learnt(curriculum: Curriculum) -> list[tuple[str, int | None, int | None]]:
+    known = [(key, curriculum.records.get(key)) for key in curriculum.changed]
+    return [(key, record.streak, record.rest) if record is not None else (key, None, None) for key, record in known]
+
+
 def _apply(counters: Counters, buffer: Buffer) -> None:
     for name in _SAME_NAMES:
         setattr(buffer, name, getattr(counters, name))
@@ -323,4 +373,5 @@ _SAME_NAMES = tuple(name for name in Counters.__struct_fields__ if name not in (
 _ENCODER = msgspec.msgpack.Encoder()
 _COUNTERS = msgspec.msgpack.Decoder(Counters)
 _PROMPTS = msgspec.msgpack.Decoder(Prompt)
+_TURNS = msgspec.msgpack.Decoder(Turn)
 _PLACES = msgspec.msgpack.Decoder(Place)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncrl.replay import wire
+from asyncrl.replay.seal import digest_of
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -29,10 +30,12 @@ class Parcel:
     """Mean over the siblings."""
     length: float
     """Mean number of tokens per sibling."""
+    digests: Sequence[bytes]
+    """Of the frames, for the seal of the message that carries them on."""
 
 
-def parcel_of(frames: Sequence[wire.Frame]) -> Parcel:
-    """Check the frames of a group and measure it. Raises ValueError."""
+def parcel_of(frames: Sequence[wire.Frame], digests: Sequence[bytes] | None = None) -> Parcel:
+    """Check the frames of a group and measure it; their digests may be known. Raises ValueError."""
     header = wire.check_group(frames)
     oldest, newest = wire.version_range(header, frames[1])
     G, num_tokens = len(header.lengths), sum(header.lengths)
@@ -47,4 +50,5 @@ def parcel_of(frames: Sequence[wire.Frame]) -> Parcel:
         priority=sum(abs(r - reward) for r in header.rewards) / G,
         reward=reward,
         length=num_tokens / G,
+        digests=[digest_of(f) for f in frames] if digests is None else digests,
     )

@@ -50,7 +50,7 @@ class Segments:
         if self._offset + total > SEGMENT_BYTES or self._fd < 0:
             self._open_next()
         place = Place(self._current, self._offset, total)
-        _write_all(self._fd, [_LENGTHS.pack(*lengths), *frames], self._offset, total)
+        write_all(self._fd, [_LENGTHS.pack(*lengths), *frames], self._offset, total)
         self._offset += total
         return place
 
@@ -97,7 +97,8 @@ class Segments:
         return self._folder / f"{segment:06d}.bin"
 
 
-def _write_all(fd: int, parts: Sequence[wire.Frame], offset: int, total: int) -> None:
+def write_all(fd: int, parts: Sequence[wire.Frame], offset: int, total: int) -> None:
+    """Write `total` bytes at `offset`. Raises OSError when the disk is full."""
     written = os.pwritev(fd, parts, offset)
     if written < total:  # interrupted, or more than the kernel takes at once
         rest = memoryview(b"".join(bytes(p) for p in parts))[written:]

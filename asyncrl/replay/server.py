@@ -87,15 +87,13 @@ class Server:
 
     def turn(self) -> None:
         """Handle what has arrived, try what is parked again, look at the time, send the replies."""
-        self._socket.poll(int(TURN_S * 1000))
+        message, handled = self._receive(0), 0  # waits
         now = self._now()
         try:
-            for _ in range(TURN_MESSAGES):
-                try:
-                    identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                except zmq.Again:
-                    break
-                self.service.handle(identity.bytes, cast(list[wire.Frame], frames), now)
+            while message is not None:
+                self.service.handle(message[0].bytes, cast(list[wire.Frame], message[1:]), now)
+                handled += 1
+                message = self._receive(zmq.NOBLOCK) if handled < TURN_MESSAGES else None
             self.service.settle(now)
             if now >= self._next_tick:
                 self.service.tick(now)
@@ -113,6 +111,13 @@ class Server:
         if self._gate is not None:
             self._gate.close()
         self._context.term()
+
+    def _receive(self, flags: int) -> list[zmq.Frame] | None:
+        """Whose message it is, then its frames; they stay where ZeroMQ has put them."""
+        try:
+            return self._socket.recv_multipart(flags, copy=False)
+        except zmq.Again:
+            return None
 
     def _commit(self) -> None:
         """Before the replies leave: what is acknowledged is safe."""
@@ -248,6 +253,7 @@ def _former_address(run_dir: Path, bind: str) -> str:
 
 
 _SOCKET_OPTIONS: dict[int, int] = {
+    zmq.RCVTIMEO: int(TURN_S * 1000),
     zmq.ROUTER_MANDATORY: 1,  # an unreachable client is an error to handle, not a silent loss
     zmq.MAXMSGSIZE: wire.MAX_FRAME_BYTES,  # longer frames are refused before they are allocated
     zmq.SNDHWM: 64,  # a client that does not read holds at most this many replies here

@@ -17,13 +17,14 @@ from asyncrl.replay.buffer import Buffer
 from asyncrl.replay.ledger import Means
 from asyncrl.replay.parcel import Parcel, parcel_of
 from asyncrl.replay.peers import Peer, Peers
-from asyncrl.replay.seal import Damaged, unseal
+from asyncrl.replay.seal import Damaged, Payload, unseal
 
 Outgoing = tuple[bytes, list[wire.Frame]]
 FORGET_AFTER_S = 600.0
 """A process that holds nothing and is silent for this long is forgotten."""
 
 MAX_ANNOUNCED = 64
+_NOTHING = Payload((), ())
 
 
 class NoGenerators(RuntimeError):
@@ -78,14 +79,15 @@ class Service:
         What was damaged is counted and ignored, its sender asks again; what cannot be read is asked for again at once.
         """
         try:
-            frames = unseal(frames)
-            envelope = wire.unpack_request(frames[0])
-            peer = self.peers.hear(envelope, identity, now)
+            header, payload = unseal(frames)
         except Damaged as error:
             self.malformed, self.last_fault = self.malformed + 1, str(error)
             return
+        try:
+            envelope = wire.unpack_request(header)
+            peer = self.peers.hear(envelope, identity, now)
         except ValueError as error:
-            self._refuse(identity, frames, str(error))
+            self._refuse(identity, header, str(error))
             return
         seq, body = envelope.seq, envelope.body
         if isinstance(body, messages.Again):
@@ -93,14 +95,14 @@ class Service:
         elif seq in peer.replies:
             self._send(peer, peer.replies[seq])
         elif seq >= peer.acked and (peer.incarnation, seq) not in self.parked:
-            self._execute(Waiting(peer, envelope, now), frames[1:], now)
+            self._execute(Waiting(peer, envelope, now), payload, now)
 
     def settle(self, now: float) -> None:
         """Try what is parked again, oldest first; drop what its sender no longer wants."""
         for key, waiting in list(self.parked.items()):
             if waiting.seq < waiting.peer.acked or waiting.peer.replaced:
                 del self.parked[key]
-            elif (reply := self._try(waiting, (), now)) is not None:
+            elif (reply := self._try(waiting, _NOTHING, now)) is not None:
                 del self.parked[key]
                 self._reply(waiting.peer, waiting.seq, reply)
 
@@ -142,7 +144,7 @@ class Service:
 
     # Requests
 
-    def _execute(self, waiting: Waiting, payload: Sequence[wire.Frame], now: float) -> None:
+    def _execute(self, waiting: Waiting, payload: Payload, now: float) -> None:
         reply = self._try(waiting, payload, now)
         if reply is None:
             self.parked[waiting.peer.incarnation, waiting.seq] = waiting
@@ -150,7 +152,7 @@ class Service:
             self._reply(waiting.peer, waiting.seq, reply)
 
     def _try(
-        self, waiting: Waiting, payload: Sequence[wire.Frame], now: float
+        self, waiting: Waiting, payload: Payload, now: float
     ) -> messages.Reply | tuple[messages.Taken, list[Parcel]] | None:
         """The reply; None when it has to wait. The sender's mistakes are refused, broken invariants raise."""
         peer, body = waiting.peer, waiting.body
@@ -165,7 +167,7 @@ class Service:
             raise
 
     def _answer(
-        self, waiting: Waiting, body: messages.Request, payload: Sequence[wire.Frame], now: float
+        self, waiting: Waiting, body: messages.Request, payload: Payload, now: float
     ) -> messages.Reply | tuple[messages.Taken, list[Parcel]] | None:
         peer, buffer = waiting.peer, self.buffer
         match body:
@@ -228,8 +230,8 @@ class Service:
         seat = self.buffer.leased.get(lease_id)
         return seat is None or seat.owner == peer.incarnation
 
-    def _parcel(self, lease_id: int, payload: Sequence[wire.Frame]) -> Parcel:
-        parcel = parcel_of(payload)
+    def _parcel(self, lease_id: int, payload: Payload) -> Parcel:
+        parcel = parcel_of(payload.frames, payload.digests)
         if parcel.lease_id != lease_id:
             raise ValueError(f"the group is of lease {parcel.lease_id}, the request of lease {lease_id}")
         return parcel
@@ -267,16 +269,17 @@ class Service:
     def _reply(self, peer: Peer, seq: int, reply: messages.Reply | tuple[messages.Taken, list[Parcel]]) -> None:
         body, parcels = reply if isinstance(reply, tuple) else (reply, [])
         payload = [frame for parcel in parcels for frame in parcel.frames]
-        frames = wire.pack_message(wire.ReplyEnvelope(self.incarnation, seq, body), payload)
+        digests = [digest for parcel in parcels for digest in parcel.digests]
+        frames = wire.pack_message(wire.ReplyEnvelope(self.incarnation, seq, body), payload, digests)
         if not isinstance(body, messages.Resend):
             peer.remember(seq, frames)
         self._send(peer, frames)
 
-    def _refuse(self, identity: bytes, frames: Sequence[wire.Frame], fault: str) -> None:
+    def _refuse(self, identity: bytes, header: wire.Frame, fault: str) -> None:
         """What cannot be read: ask the sender for it again, if that much can be read, so that it does not wait."""
         self.malformed, self.last_fault = self.malformed + 1, fault
         try:
-            seq = wire.unpack_sender(frames[0] if frames else b"").seq
+            seq = wire.unpack_sender(header).seq
         except ValueError:
             return
         again = wire.ReplyEnvelope(self.incarnation, seq, messages.Resend(fault=fault))

@@ -23,7 +23,7 @@ import numpy as np
 
 from asyncrl.replay import messages
 from asyncrl.replay.messages import Reply, Request
-from asyncrl.replay.seal import seal
+from asyncrl.replay.seal import digest_of, seal
 from asyncrl.types import NOT_SAMPLED, Episode, FinishReason, Group, Prompt
 
 SCHEMA_VERSION = 1
@@ -36,6 +36,7 @@ MAX_FRAME_BYTES = 1 << 30
 MAX_EPISODES = 1 << 16
 _CONVERSIONS = (np.int32, np.int32, np.float32, np.int32, np.uint8)
 _BYTES: np.dtype = np.dtype(np.uint8)
+_least, _greatest = np.minimum.reduce, np.maximum.reduce
 _DTYPES = tuple(np.dtype(t).newbyteorder("<") for t in _CONVERSIONS)
 
 Frame = bytes | bytearray | memoryview
@@ -99,11 +100,15 @@ class GroupDetail(msgspec.Struct, frozen=True, array_like=True):
     metadata: list[dict[str, Any]]
 
 
-def pack_message(envelope: Envelope | ReplyEnvelope, payload: Sequence[Frame] = ()) -> list[Frame]:
-    """Envelope -> frames, sealed: for `seal.unseal`, which gives back header and payload. Raises ValueError when the
-    header is longer than a receiver accepts."""
+def pack_message(
+    envelope: Envelope | ReplyEnvelope, payload: Sequence[Frame] = (), digests: Sequence[bytes] | None = None
+) -> list[Frame]:
+    """Envelope -> frames, sealed: for `seal.unseal`, which gives back header and payload.
+
+    `digests`: of the payload, when they are known. Raises ValueError when the header is longer than a receiver accepts.
+    """
     header = _pack_header(envelope)
-    return [header + seal([header, *payload]), *payload]
+    return [header + seal(header, [digest_of(f) for f in payload] if digests is None else digests), *payload]
 
 
 def unpack_request(frame: Frame) -> Envelope:
@@ -155,7 +160,10 @@ def pack_group(group: Group) -> list[Frame]:
 
 
 def unpack_group(frames: Sequence[Frame]) -> Group:
-    """Header and body -> Group, with arrays of its own. Raises ValueError."""
+    """Header and body -> Group. Raises ValueError.
+
+    Its arrays are views of the body where that can be written to, as a received frame can; else they are copies.
+    """
     header = check_group(frames)
     detail: GroupDetail = _decode(header.detail, _DETAIL)
     G = len(header.lengths)
@@ -164,7 +172,7 @@ def unpack_group(frames: Sequence[Frame]) -> Group:
     *arrays, texts_frame = columns_of(header, frames[1])
     if arrays[4].size and arrays[4].max() > 1:
         raise ValueError("a group's mask must hold 0 and 1 only")
-    prompts, ids, logprobs, versions, mask = (a.astype(t) for a, t in zip(arrays, _CONVERSIONS, strict=True))
+    prompts, ids, logprobs, versions, mask = (_own(a, t) for a, t in zip(arrays, _CONVERSIONS, strict=True))
     prompt_parts = _cut(prompts, header.prompt_lengths) * (G if len(header.prompt_lengths) == 1 else 1)
     columns = [_cut(a, header.lengths) for a in (ids, logprobs, versions, mask.view(bool))]
     texts = _cut(texts_frame.tobytes(), header.text_lengths)
@@ -205,17 +213,20 @@ def version_range(header: GroupHeader, body: Frame) -> tuple[int, int]:
 
     Raises ValueError when the mask holds anything but 0 and 1, or a trained token has no version.
     """
-    _, _, _, versions, mask, _ = columns_of(header, body)
-    least, most = (int(mask.min()), int(mask.max())) if mask.size else (0, 0)
+    P, T = 4 * sum(header.prompt_lengths), sum(header.lengths)
+    if not T:
+        return NOT_SAMPLED, NOT_SAMPLED
+    versions, mask = np.frombuffer(body, _DTYPES[3], T, P + 8 * T), np.frombuffer(body, np.uint8, T, P + 12 * T)
+    most = _greatest(mask)
     if most > 1:
         raise ValueError("a group's mask must hold 0 and 1 only")
     if most == 0:
         return NOT_SAMPLED, NOT_SAMPLED
-    if least == 0:
+    if _least(mask) == 0:
         versions = versions[mask.view(bool)]
-    if (oldest := int(versions.min())) < 0:
+    if (oldest := int(_least(versions))) < 0:
         raise ValueError(f"a trained token must have the version that sampled it, got {oldest}")
-    return oldest, int(versions.max())
+    return oldest, int(_greatest(versions))
 
 
 def columns_of(header: GroupHeader, body: Frame) -> list[np.ndarray]:
@@ -244,6 +255,12 @@ def _check_aligned(episode: Episode, prompt_id: int) -> None:
             f"prompt {prompt_id}: token_ids, logprobs, versions and loss_mask must have one length, "
             f"got {[len(a) for a in arrays]}"
         )
+
+
+def _own(column: np.ndarray, kind: Any) -> np.ndarray:
+    """The column itself if its owner may write to it and its numbers are this machine's, else a copy."""
+    flags = column.flags
+    return column.astype(kind, copy=not (flags.writeable and flags.aligned))
 
 
 def _cut(whole: Any, lengths: list[int]) -> list[Any]:

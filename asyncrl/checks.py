@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from asyncrl.settings import Run
 
 TRACKERS = ("console", "jsonl", "wandb")
+MAX_REFERENCES = 32
+"""The replay server keeps the address of each (replay/service.py, MAX_ANNOUNCED)."""
 
 
 def check(run: Run) -> None:
@@ -139,17 +141,19 @@ def _processes(run: Run) -> None:
 def _reference(run: Run) -> None:
     services = run.config.services
     reference = services.ref_model
-    if reference.num_replicas or reference.procs != 1:
-        key = "num_replicas" if reference.num_replicas else "procs"
+    if reference.procs != 1:
         raise ValueError(
-            f"services.ref_model.{key} {getattr(reference, key)}: the reference policy has no processes of its own, it "
-            "is sharded over the trainer's ranks; remove the key (services.ref_model.with_gpus false keeps it in host "
-            "memory)"
+            f"services.ref_model.procs {reference.procs}: a reference process holds the whole model; remove the key, "
+            "which shards it over the trainer's ranks, or set services.ref_model.num_replicas for several whole copies"
         )
-    if reference.with_gpus and services.trainer.with_gpus is False:
+    if reference.num_replicas > MAX_REFERENCES:
+        raise ValueError(
+            f"services.ref_model.num_replicas {reference.num_replicas} is more than {MAX_REFERENCES}: lower it"
+        )
+    if reference.num_replicas == 0 and reference.with_gpus and services.trainer.with_gpus is False:
         raise ValueError(
             "services.ref_model.with_gpus is true and services.trainer.with_gpus false, but the reference policy runs "
-            "on the trainer's devices; remove one of them"
+            "on the trainer's devices; remove one of them, or set services.ref_model.num_replicas"
         )
 
 
@@ -167,7 +171,12 @@ def _sampling(run: Run) -> None:
 
 
 def _addresses(run: Run) -> None:
-    for key, address in (("replay.bind", run.config.replay.bind), ("weights.bind", run.config.weights.bind)):
+    config = run.config
+    for key, address in (
+        ("replay.bind", config.replay.bind),
+        ("weights.bind", config.weights.bind),
+        ("services.ref_model.bind", config.services.ref_model.bind),
+    ):
         host = urlsplit(address.replace("*", "0")).hostname or ""
         loopback = host in {"localhost", "::1"} or host.startswith("127.") or not address.startswith("tcp://")
         if not loopback and run.config.replay.keys is None:

@@ -16,7 +16,7 @@ from asyncrl import help as pages
 from asyncrl.arguments import Arguments, parse
 from asyncrl.keys import nearest
 
-ROLES = ("replay", "generator", "trainer", "sft")
+ROLES = ("replay", "generator", "reference", "trainer", "sft")
 
 
 def main(argv: list[str] | None = None) -> int:

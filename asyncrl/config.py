@@ -226,14 +226,17 @@ class ServiceConfig(Section):
 
 
 class ReferenceConfig(Section):
-    """The reference policy of a KL. It has no processes of its own: it is sharded over the trainer's ranks."""
+    """The reference policy of a KL: sharded over the trainer's ranks, or in processes of its own."""
 
     procs: Count = 1
-    """Only 1: the trainer's ranks hold it."""
+    """Only 1: a process of its own holds the whole model."""
     num_replicas: Whole = 0
-    """Only 0: the trainer's ranks hold it."""
+    """Reference processes, each with the whole model; 0: the trainer's ranks hold it."""
     with_gpus: bool | None = None
-    """False keeps it in host memory; default: on the trainer's devices."""
+    """False keeps it in host memory, and processes of its own on the CPU; default: on the trainer's devices, and a GPU
+    for each process when there are any."""
+    bind: str = "tcp://127.0.0.1:*"
+    """Where a reference process listens; anything but loopback needs keys."""
 
 
 class ServicesConfig(Section):
@@ -302,7 +305,7 @@ class SuperviseConfig(Section):
     grace_s: Positive = 120.0
     """How long a run goes on without any generator."""
     max_restarts: Whole = 5
-    """Restarts of generators before the run gives up."""
+    """Restarts of generators and reference processes before the run gives up."""
     stop_timeout_s: Positive = 20.0
     """How long processes get to end cleanly before they are killed."""
 

@@ -46,7 +46,7 @@ OPTIONS = """usage: asyncrl {command} [options] [--section.key value ...]
   --import MODULE        module or .py file to import in every process, for its registrations; may be repeated
   --resume RUN | auto    continue the run in that folder, or the newest one
   --dry-run              print the resolved configuration and start nothing
-  --role NAME --index I  be one process of the run in --run-dir (replay, generator, trainer), for clusters
+  --role NAME --index I  be one process of the run in --run-dir (replay, generator, reference, trainer), for clusters
 """
 
 

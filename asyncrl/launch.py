@@ -1,9 +1,10 @@
-"""`asyncrl train` on one machine: starts the replay server, the trainer's ranks and the generators, and supervises
-them.
+"""`asyncrl train` on one machine: starts the replay server, the trainer's ranks, the generators and, when there are
+some, the reference processes, and supervises them.
 
-What a death means is decided here. A generator's frees its leases and it is started again, within a budget; a
-trainer's or the server's ends the run with the first traceback and exit code 1. Ctrl-C asks the trainer for a
-checkpoint and ends in order; a second one kills. Whatever happens, no process is left (supervise.Crew).
+What a death means is decided here. A generator's frees its leases and it is started again, within a budget; so is a
+reference process, whose work others do meanwhile; a trainer's or the server's ends the run with the first traceback and
+exit code 1. Ctrl-C asks the trainer for a checkpoint and ends in order; a second one kills. Whatever happens, no
+process is left (supervise.Crew).
 
 Ranks get the variables that torchrun would set. This process sets them itself because it then sees every rank's exit at
 once; on several machines torchrun starts the same role (examples/slurm).
@@ -30,12 +31,14 @@ from asyncrl.console import Console, waiting
 from asyncrl.placement import VISIBLE, Placement, find_gpus, place
 from asyncrl.replay.server import read_address
 from asyncrl.roles import describe_exit
-from asyncrl.settings import Run, save
+from asyncrl.settings import Run, num_references, save
 from asyncrl.status import Poller
 from asyncrl.summary import summarise
 from asyncrl.supervise import Backoff, Child, Crew, Spec, clear_errors, first_error, obituary
 
 TICK_S = 0.1
+WORKERS = ("generator", "reference")
+"""Roles that may die: their processes are started again."""
 RanksRole = Literal["trainer", "sft"]
 
 
@@ -99,8 +102,8 @@ class Supervision:
         self.run_, self.crew, self.console, self.poller, self.stop = run, crew, console, poller, stop
         self.placement, self.limits = placement, run.config.supervise
         self.backoff = Backoff(self.limits.max_restarts)
-        self.restarts: list[tuple[float, int]] = []
-        """(when, generator index) of restarts that are due."""
+        self.restarts: list[tuple[float, Spec]] = []
+        """(when, what) of restarts that are due."""
         self.ranks, self.address = ranks, ""
         self.ranks_left = run.config.services.trainer.procs
         self.warned: dict[str, float] = {}
@@ -115,8 +118,7 @@ class Supervision:
             for rank in range(self.ranks_left):
                 self.crew.start(self._trainer(rank, port))
             if self.ranks == "trainer":
-                for index in range(self.run_.config.services.generator.num_replicas):
-                    self.crew.start(self._generator(index))
+                self._start_others()
             self._phase("running")
             while self.ranks_left and not self.stop.count:
                 self._tick()
@@ -125,11 +127,22 @@ class Supervision:
         self._end("done")
         return 0
 
+    def _start_others(self) -> None:
+        """Reference processes first: they are known to the replay server before a rank looks for them."""
+        wanted, references = self.run_.config.services.ref_model.num_replicas, num_references(self.run_)
+        if wanted > references:
+            name = self.run_.config.algo["name"]
+            self.console.note(f"asyncrl: {name} with these keys reads no reference: none of {wanted} processes starts")
+        for index in range(references):
+            self.crew.start(self._spec("reference", index, **_threads(self.placement.references[index])))
+        for index in range(self.run_.config.services.generator.num_replicas):
+            self.crew.start(self._spec("generator", index, **_threads(self.placement.generators[index])))
+
     def _tick(self) -> None:
         self._bury(self.crew.take_dead())
-        for when, index in [r for r in self.restarts if r[0] <= time.monotonic()]:
-            self.restarts.remove((when, index))
-            self.crew.start(self._generator(index))
+        for due in [r for r in self.restarts if r[0] <= time.monotonic()]:
+            self.restarts.remove(due)
+            self.crew.start(due[1])
         self._warn_of_stalls()
         self.console.update(self.poller.status, phase=self.poller.phase)
         time.sleep(TICK_S)
@@ -155,9 +168,9 @@ class Supervision:
             code, role = child.process.returncode, child.spec.role
             if role == self.ranks and code == 0:
                 self.ranks_left -= 1
-            elif role == "generator" and code == 0:
+            elif role in WORKERS and code == 0:
                 continue  # it was told that the run is finished
-            elif role == "generator":
+            elif role in WORKERS:
                 self._plan_restart(child)
             else:
                 raise RunFailed(obituary(child, self.run_.dir))
@@ -167,20 +180,21 @@ class Supervision:
         return 0.0 if child.process.returncode < 0 else record.at if record else time.monotonic()
 
     def _plan_restart(self, child: Child) -> None:
-        """A generator died: again after a pause, unless it could not even start or the budget is spent."""
+        """A worker died: again after a pause, unless it could not even start or the budget is spent."""
         if self.poller.status.get("finished"):
             return
         text = obituary(child, self.run_.dir)
-        if child.process.returncode > 0 and not self.poller.has_served(child.spec.index, since=child.started):
+        if child.process.returncode > 0 and not self.poller.has_served(*child.spec.who, since=child.started):
             raise RunFailed(text)
         delay_s = self.backoff.next_delay_s()
         if delay_s is None:
-            raise RunFailed(f"{text}\ngenerators were restarted {self.limits.max_restarts} times: giving up")
+            spent = f"generators and reference processes were restarted {self.limits.max_restarts} times: giving up"
+            raise RunFailed(f"{text}\n{spent}")
         how = describe_exit(child.process.returncode)
         last = text.splitlines()[-1] if child.process.returncode > 0 else f"see {child.log}"
         self.console.note(f"asyncrl: {child.spec.name} ended ({how}): starting it again in {delay_s:.1f} s; {last}")
         clear_errors(self.run_.dir, [f"{child.spec.role}-{child.spec.index}"])
-        self.restarts.append((time.monotonic() + delay_s, child.spec.index))
+        self.restarts.append((time.monotonic() + delay_s, child.spec))
 
     def _interrupt(self) -> int:
         """Ctrl-C: a checkpoint from the trainer, then the end of everybody."""
@@ -196,12 +210,12 @@ class Supervision:
         return 130
 
     def _end(self, phase: str) -> None:
-        """Tell the generators that it is over, then the server; each gets a bounded time."""
+        """Tell the workers that it is over, then the server; each gets a bounded time."""
         self._phase("ending")
         self.poller.finish(phase)
-        self.crew.wait("generator", timeout_s=self.limits.stop_timeout_s / 2)
-        self.crew.signal(signal.SIGTERM, "generator")
-        self.crew.wait("generator", timeout_s=self.limits.stop_timeout_s / 4)
+        self.crew.wait(*WORKERS, timeout_s=self.limits.stop_timeout_s / 2)
+        self.crew.signal(signal.SIGTERM, *WORKERS)
+        self.crew.wait(*WORKERS, timeout_s=self.limits.stop_timeout_s / 4)
         self.poller.close()
         self.crew.signal(signal.SIGTERM, "replay")
         self.crew.wait("replay", timeout_s=self.limits.stop_timeout_s / 2)
@@ -234,9 +248,6 @@ class Supervision:
         env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         return self._spec(self.ranks, rank, **env, **_threads(self.placement.trainer))
-
-    def _generator(self, index: int) -> Spec:
-        return self._spec("generator", index, **_threads(self.placement.generators[index]))
 
 
 def _threads(placed: dict[str, str]) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Which process sees which GPU. Pure, apart from `find_gpus`; `launch.py` calls both.
 
 The trainer gets the first GPUs, one per rank, and every rank sees all of them (its LOCAL_RANK picks, as under
-torchrun); each generator replica sees its own. With too few GPUs they are shared, and the notes say so.
+torchrun); each generator replica sees its own, and so does each reference process. With too few GPUs they are shared,
+and the notes say so.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from asyncrl.config import ServicesConfig
 
@@ -22,6 +23,7 @@ class Placement:
 
     trainer: dict[str, str]
     generators: list[dict[str, str]]
+    references: list[dict[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -48,6 +50,25 @@ def find_gpus() -> list[str]:
 
 def place(gpus: list[str], services: ServicesConfig) -> Placement:
     """Assign GPUs. Raises ValueError when a role insists on GPUs that are not there."""
+    placement = _place_trainer_and_generators(gpus, services)
+    reference = services.ref_model
+    if not gpus or reference.with_gpus is False:
+        return replace(placement, references=[{VISIBLE: ""}] * reference.num_replicas)
+    taken = {gpu for env in (placement.trainer, *placement.generators) for gpu in env[VISIBLE].split(",")}
+    left, notes = [gpu for gpu in gpus if gpu not in taken], list(placement.notes)
+    if len(left) < reference.num_replicas:
+        # The trainer's own: where the reference would be without processes, and a rank computes little while it waits.
+        pool = left or [gpu for gpu in placement.trainer[VISIBLE].split(",") if gpu] or gpus
+        notes.append(
+            f"{reference.num_replicas} GPUs wanted for reference processes, {len(left)} left: GPUs {','.join(pool)} "
+            "are shared"
+        )
+        left = pool
+    references = [{VISIBLE: left[i % len(left)]} for i in range(reference.num_replicas)]
+    return replace(placement, references=references, notes=notes)
+
+
+def _place_trainer_and_generators(gpus: list[str], services: ServicesConfig) -> Placement:
     trainer, generator = services.trainer, services.generator
     for name, service in (("trainer", trainer), ("generator", generator), ("ref_model", services.ref_model)):
         if service.with_gpus and not gpus:

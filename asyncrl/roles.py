@@ -1,4 +1,4 @@
-"""One process of a run: `asyncrl train --role replay|generator|trainer --run-dir R --index I`.
+"""One process of a run: `asyncrl train --role replay|generator|reference|trainer --run-dir R --index I`.
 
 The launcher starts these; on a cluster SLURM does. This wrapper names the process, ties its life to its launcher's,
 turns a failure into an error file that the launcher shows, and calls the role's own function. It knows nothing of what
@@ -101,6 +101,10 @@ def _start(role: str, run: Run, index: int, address: str | None) -> None:
         from asyncrl.generation import generator
 
         generator.main(run, index, address)
+    elif role == "reference":
+        from asyncrl.training import reference_process
+
+        reference_process.main(run, index, address, _stop_event())
     elif role == "trainer":
         from asyncrl.training import trainer
 
@@ -110,7 +114,7 @@ def _start(role: str, run: Run, index: int, address: str | None) -> None:
 
 
 def _stop_event() -> threading.Event:
-    """Set by SIGTERM: the server ends when the launcher says so, not before the last client."""
+    """Set by SIGTERM: who serves others ends when the launcher says so, not before the last client."""
     stop = threading.Event()
 
     def on_signal(number: int, frame: FrameType | None) -> None:

@@ -29,7 +29,19 @@ from asyncrl.demo import TINY
 from asyncrl.env import Env
 from asyncrl.registry import ALGOS, ENVS, import_user_module
 
-__all__ = ["Run", "check", "dump", "import_all", "load", "load_run", "on_env", "resolve", "resume", "save"]
+__all__ = [
+    "Run",
+    "check",
+    "dump",
+    "import_all",
+    "load",
+    "load_run",
+    "num_references",
+    "on_env",
+    "resolve",
+    "resume",
+    "save",
+]
 
 _SHAPING = {"top_p", "top_k", "min_p"}
 
@@ -47,6 +59,11 @@ class Run:
         """The run folder."""
         assert self.config.run_dir is not None, "resolve() sets it"
         return Path(self.config.run_dir)
+
+
+def num_references(run: Run) -> int:
+    """Reference processes of a run: none where the loss reads no reference, whatever is configured."""
+    return run.config.services.ref_model.num_replicas if run.algo.needs().reference else 0
 
 
 def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:

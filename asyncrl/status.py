@@ -25,7 +25,7 @@ class Poller:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.status, self.phase = run_dir, {}, "starting"
-        self._seen: dict[int, float] = {}
+        self._seen: dict[tuple[str, int], float] = {}
         self._address, self._curve_dir = "", None
         self._asked, self._finish_reason = threading.Event(), ""
         self._closed = threading.Event()
@@ -50,9 +50,9 @@ class Poller:
         self._thread = threading.Thread(target=self._serve, name="status", daemon=True)
         self._thread.start()
 
-    def has_served(self, index: int, *, since: float) -> bool:
-        """Whether generator `index` was known to the server at some time after `since` (monotonic)."""
-        return self._seen.get(index, 0.0) > since
+    def has_served(self, role: str, index: int, *, since: float) -> bool:
+        """Whether the server knew this process, ready to work, at some time after `since` (monotonic)."""
+        return self._seen.get((role, index), 0.0) > since
 
     def finish(self, reason: str) -> None:
         """Ask the server to end the generators; returns at once."""
@@ -94,8 +94,8 @@ class Poller:
             self.status = {**self.status, "unreachable": str(error)}
             return
         for process in self.status.get("processes", []):
-            if process["role"] == "generator":
-                self._seen[process["index"]] = time.monotonic() - process["heard_s"]
+            if process["ready"]:
+                self._seen[process["role"], process["index"]] = time.monotonic() - process["heard_s"]
 
     def _write(self) -> None:
         temporary = self.run_dir / "status.json.part"
@@ -129,7 +129,10 @@ def _server_lines(server: Row) -> list[str]:
     for p in server.get("processes", []):
         about = f"  {p['role']} {p['index']}: heard {p['heard_s']:.0f} s ago"
         if p["role"] == "generator":
-            about += f", {p['leases']} groups, {p['tokens_per_s']:.0f} tokens/s, busy {100 * p['busy']:.0f}%"
+            about += f", {p['leases']} groups"
+        if p["role"] in ("generator", "reference"):
+            about += f", {p['tokens_per_s']:.0f} tokens/s, busy {100 * p['busy']:.0f}%"
+            about += "" if p["ready"] else ", loads its model"
         lines.append(about)
     lines += [f"  {w['who']} waits {w['for_s']:.0f} s: {w['why']}" for w in server.get("waiting", [])]
     return lines

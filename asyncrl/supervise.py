@@ -37,6 +37,10 @@ class Spec:
     def name(self) -> str:
         return f"{self.role} {self.index}"
 
+    @property
+    def who(self) -> tuple[str, int]:
+        return self.role, self.index
+
 
 @dataclass(slots=True, kw_only=True)
 class Child:

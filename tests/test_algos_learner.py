@@ -108,8 +108,8 @@ def test_a_proximal_anchor_sees_ratio_one_in_the_first_minibatch_and_moves_in_th
 
 
 def test_a_penalty_reads_the_reference_and_is_logged():
-    algo = GRPO()
-    learner = make_learner(algo, config_for(), lone_rank(), reference=lambda micro: micro.batch.behaviour_T)
+    algo, stand_in = GRPO(), lambda micros: iter([m.batch.behaviour_T for m in micros])
+    learner = make_learner(algo, config_for(), lone_rank(), reference=stand_in)
     _, sequences = prepared(algo, learner.config)
     assert learner.train(sequences, step=8)["policy/kl_ref"] > 0
     with pytest.raises(ValueError, match="needs a reference policy"):

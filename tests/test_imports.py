@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("replay", "weights", "training", "generation")
+ROOMS = ("replay", "reference", "weights", "training", "generation")
 TOP = {
     "cli",
     "__main__",
@@ -24,8 +24,9 @@ TOP = {
 }
 MAY_USE = {
     "replay": set(),
+    "reference": {"replay"},  # its wire, keys and client
     "weights": {"replay"},  # its keys
-    "training": {"replay", "weights"},
+    "training": {"replay", "reference", "weights"},
     "generation": {"replay", "weights"},
 }
 """Besides the base (types, env, algorithm, config, registry, settings, metrics, ...), which any room may use."""
@@ -34,7 +35,7 @@ CONTRACTS = ("asyncrl.generation.engine", "asyncrl.weights.messages")
 """Protocols and messages: they import no room themselves."""
 
 ONLY_IN = {
-    "zmq": ("asyncrl/replay/", "asyncrl/weights/", "tests/", "benchmarks/"),
+    "zmq": ("asyncrl/replay/", "asyncrl/reference/", "asyncrl/weights/", "tests/", "benchmarks/"),
     "vllm": ("asyncrl/generation/vllm", "tests/", "benchmarks/"),
     "torch.distributed": ("asyncrl/weights/", "asyncrl/training/", "tests/", "benchmarks/"),
 }

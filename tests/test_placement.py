@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncrl.config import ServiceConfig, ServicesConfig
+from asyncrl.config import ReferenceConfig, ServiceConfig, ServicesConfig
 from asyncrl.launch import hold_port
 from asyncrl.placement import VISIBLE, place
 
@@ -50,6 +50,20 @@ def test_a_generator_beside_a_trainer_on_all_gpus_keeps_off_the_one_of_rank_0():
 def test_a_trainer_on_the_cpu_leaves_all_gpus_to_generators():
     placement = place(list("01"), services(2, 2, with_gpus=False))
     assert (placement.trainer[VISIBLE], seen(placement)) == ("", ["0", "1"])
+
+
+def test_reference_processes_get_what_is_left_or_share_the_trainers():
+    def references(gpus: str, **keys) -> list[str]:
+        wanted = services(1, 1)
+        wanted.ref_model = ReferenceConfig(num_replicas=2, **keys)
+        placement = place(list(gpus), wanted)
+        shared = any("reference processes" in note for note in placement.notes)
+        return [env[VISIBLE] for env in placement.references] + ["shared"] * shared
+
+    assert references("0123") == ["2", "3"]
+    assert references("012") == ["2", "2", "shared"]
+    assert references("01") == ["0", "0", "shared"]
+    assert references("0123", with_gpus=False) == references("") == ["", ""]
 
 
 def test_what_cannot_be_placed_is_refused():

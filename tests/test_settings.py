@@ -91,8 +91,9 @@ def test_wrong_type_names_the_path_and_the_value():
         ({"replay__bind": "tcp://0.0.0.0:5555"}, "asyncrl keys new"),
         ({"metrics__trackers": ["tensorbord"]}, "known: console"),
         ({"services__generator__num_replicas": 0}, "at least 1"),
-        ({"services__ref_model__num_replicas": 1}, "no processes of its own"),
-        ({"services__ref_model__procs": 2}, "no processes of its own"),
+        ({"services__ref_model__num_replicas": 33}, "more than 32"),
+        ({"services__ref_model__procs": 2}, "holds the whole model; remove the key"),
+        ({"services__ref_model__bind": "tcp://0.0.0.0:*"}, "asyncrl keys new"),
         ({"services__ref_model__with_gpus": True, "services__trainer__with_gpus": False}, "remove one of them"),
         ({"algo__name": "settings_proximal"}, "minibatches to 2"),
         ({"env__name": "settings_unfinished"}, "must define prompts"),
@@ -104,6 +105,11 @@ def test_what_cannot_work_is_refused_with_the_remedy(overrides, remedy):
 
 def test_the_reference_can_be_kept_in_host_memory_by_that_key_alone():
     assert settled(services__ref_model__with_gpus="false").config.services.ref_model.num_replicas == 0
+
+
+def test_reference_processes_may_have_gpus_that_the_trainer_has_not():
+    keys = {"services__ref_model__num_replicas": 2, "services__ref_model__with_gpus": True}
+    check(settled(**keys, services__trainer__with_gpus=False))
 
 
 def test_synchronous_rl_is_the_integer_zero():

@@ -16,7 +16,7 @@ from asyncrl.config import Config
 from asyncrl.training.batch import Sequences, micro_batches
 from asyncrl.training.model import Policy, load_policy
 from asyncrl.training.ranks import Ranks, join_ranks, make_mesh
-from asyncrl.training.step import Learner, Reference
+from asyncrl.training.step import Learner, Reference, with_reference
 from asyncrl.training.totals import Totals
 from asyncrl.types import Episode, Group, Prompt
 
@@ -95,9 +95,10 @@ def random_groups(
 def gradients(learner: Learner, sequences: Sequences) -> dict[str, torch.Tensor]:
     """Whole gradients of the first minibatch, by name; collective."""
     totals = Totals()
-    minibatches = learner._before(micro_batches(sequences, config=learner.config, ranks=learner.ranks))
-    for micro in minibatches[0]:
-        learner.accumulate(micro, totals)
+    minibatches = micro_batches(sequences, config=learner.config, ranks=learner.ranks)
+    references = learner.ask_reference(minibatches)
+    for micro in learner._before(minibatches)[0]:
+        learner.accumulate(with_reference(micro, references), totals)
     named = {n: p.grad.full_tensor().clone() for n, p in learner.policy.named_parameters() if p.grad is not None}
     learner.optimizer.zero_grad()
     return named

@@ -22,7 +22,8 @@ import numpy as np
 import zmq
 
 from asyncrl.replay import messages, wire
-from asyncrl.replay.keys import CurveKeys, secure_client
+from asyncrl.replay.dealer import connect
+from asyncrl.replay.keys import CurveKeys
 from asyncrl.replay.messages import Lease, Welcome
 from asyncrl.replay.seal import unseal
 from asyncrl.types import Group
@@ -37,7 +38,6 @@ CONNECT_S = 0.05
 """Until a connection is there, sending is tried this often."""
 _POLLIN = int(zmq.POLLIN)  # as an enumeration it takes longer than the call
 M = TypeVar("M")
-S = TypeVar("S", bound=zmq.Socket)
 
 
 class TakeTimeout(TimeoutError):
@@ -135,7 +135,7 @@ class ReplayClient:
     def __init__(self, address: str, *, role: str, index: int = 0, curve: CurveKeys | None = None) -> None:
         self.address, self._session = address, Session(role, index)
         self._context = zmq.Context()
-        self._socket = _connect(self._context, address, curve)
+        self._socket = connect(self._context, address, curve)
         self._hello = messages.Hello(pid=os.getpid(), host=socket.gethostname())
         self._greeted = False
 
@@ -177,6 +177,10 @@ class ReplayClient:
     def lookup(self, key: str, timeout_s: float) -> str:
         """The announced value; waits until there is one. Raises TimeoutError."""
         return self._exchange(messages.Lookup(key=key), messages.Value, timeout_s=timeout_s)[0].value
+
+    def heartbeat(self, activity: dict[str, float], *, waits: str = "") -> bool:
+        """Report counters, and for what this process waits ("": nothing). False: the run is finished."""
+        return self._call(messages.Heartbeat(activity=activity, waits=waits), messages.Done).accepted
 
     def finish(self, reason: str) -> None:
         """No more leases: generators are told to end."""
@@ -269,7 +273,7 @@ class AsyncReplayClient:
     ) -> None:
         self.address, self._session = address, Session(role, index)
         self._context = zmq.Context()
-        self._socket = _connect(self._context, address, curve)
+        self._socket = connect(self._context, address, curve)
         self._hello = messages.Hello(pid=os.getpid(), host=socket.gethostname())
         self._inboxes: dict[int, Inbox] = {}
         self._held: set[int] = set()
@@ -381,18 +385,3 @@ def _clip_versions(group: Group, version: int) -> None:
     """After a rewind, groups of steps that were lost carry versions that are still to be made again: their lag is 0."""
     for episode in group.episodes:
         np.minimum(episode.versions, version, out=episode.versions)
-
-
-def _connect(context: zmq.Context[S], address: str, curve: CurveKeys | None) -> S:
-    dealer = context.socket(zmq.DEALER)
-    dealer.setsockopt(zmq.IMMEDIATE, 1)  # queue only for a server that is there; what waits here waits once
-    dealer.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
-    dealer.setsockopt(zmq.RECONNECT_IVL, 100)
-    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-    dealer.setsockopt(zmq.HEARTBEAT_IVL, 5000)
-    dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30000)
-    dealer.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    if curve is not None:
-        secure_client(dealer, curve)
-    dealer.connect(address)
-    return dealer

@@ -67,10 +67,15 @@ class Drop(_Message):
 
 
 class Heartbeat(_Message):
-    """I am alive and still work on `held`; renews those leases, and frees granted ones that are missing from it."""
+    """I am alive and still work on `held`; renews those leases, and frees granted ones that are missing from it.
+
+    Answered with Done, which says False once the run is finished.
+    """
 
     activity: Annotated[dict[Name, float], msgspec.Meta(max_length=64)]
     held: Annotated[list[Count], msgspec.Meta(max_length=1 << 16)] = []
+    waits: Text = ""
+    """What this process waits for that is not asked of this server, and why; shown by `asyncrl status`."""
 
 
 class Lookup(_Message):
@@ -167,7 +172,7 @@ class Leases(_Message):
 
 
 class Done(_Message):
-    """False: the lease had expired, the group or drop was ignored."""
+    """False: the lease had expired, the group or drop was ignored; to a heartbeat, the run is finished."""
 
     accepted: bool = True
 

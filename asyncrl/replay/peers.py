@@ -14,6 +14,8 @@ from asyncrl.replay.messages import Hello
 REPLIES_KEPT = 1024
 """Unacknowledged replies per peer; a client has far fewer requests open at once."""
 MAX_PEERS = 4096
+NUMBERED = ("generator", "reference")
+"""Roles of which there are several: a newcomer takes the place of a former one with its index."""
 
 
 @dataclass(slots=True)
@@ -66,10 +68,20 @@ class Peer:
     silent: bool = False
     """Not heard from for `supervise.dead_after_s`: its leases were freed."""
     pace: Pace = field(default_factory=Pace)
+    waits: str = ""
+    """What it says it waits for, elsewhere than here."""
+    waits_since: float = 0.0
 
     @property
     def name(self) -> str:
-        return f"generator {self.index}" if self.role == "generator" else self.role
+        if self.role == "trainer" and self.index:
+            return f"trainer rank {self.index}"
+        return f"{self.role} {self.index}" if self.role in NUMBERED else self.role
+
+    def wait_for(self, what: str, now: float) -> None:
+        """It waits for `what` elsewhere; "" ends the wait."""
+        self.waits_since = self.waits_since if self.waits and what else now
+        self.waits = what
 
     def acknowledge(self, acked: int) -> None:
         """Replies below `acked` will not be asked for again."""
@@ -103,24 +115,32 @@ class Peers:
         return peer
 
     def introduce(self, peer: Peer, hello: Hello) -> list[Peer]:
-        """`peer` says who it is. Returns the generators whose place it takes."""
+        """`peer` says who it is. Returns those whose place it takes."""
         peer.pid, peer.host = hello.pid, hello.host
-        if peer.role != "generator":
+        if peer.role not in NUMBERED:
             return []
-        former = [p for p in self.generators() if p.index == peer.index and p is not peer]
+        former = [p for p in self.in_service(peer.role) if p.index == peer.index and p is not peer]
         for other in former:
             other.replaced = True
         return former
 
     def generators(self) -> Sequence[Peer]:
         """Generators in service or silent, by index; replaced ones left out."""
-        found = [p for p in self.known.values() if p.role == "generator" and not p.replaced]
+        return self.in_service("generator")
+
+    def in_service(self, role: str) -> Sequence[Peer]:
+        """Processes of one role, by index; replaced ones left out."""
+        found = [p for p in self.known.values() if p.role == role and not p.replaced]
         return sorted(found, key=lambda p: p.index)
 
     def processes(self) -> Sequence[Peer]:
         """One peer a process, the one heard last: a trainer has two connections. Replaced ones are left out."""
         heard = sorted((p for p in self.known.values() if not p.replaced), key=lambda p: p.last_heard)
         return list({(p.role, p.index, p.host, p.pid): p for p in heard}.values())
+
+    def waiting(self) -> Sequence[Peer]:
+        """Who waits for something elsewhere and has not fallen silent since it said so."""
+        return [p for p in self.known.values() if p.waits and not p.silent]
 
     def alive(self) -> Sequence[Peer]:
         return [p for p in self.generators() if not p.silent]

@@ -136,7 +136,8 @@ class Service:
             "oldest_lease_s": now - min(leases) if leases else 0.0,
             "processes": [self._describe(p, now) for p in self.peers.processes()],
             "waiting": [
-                {"who": w.peer.name, "for_s": now - w.since, "why": self._why(w, now)} for w in self.parked.values()
+                *({"who": w.peer.name, "for_s": now - w.since, "why": self._why(w, now)} for w in self.parked.values()),
+                *({"who": p.name, "for_s": now - p.waits_since, "why": p.waits} for p in self.peers.waiting()),
             ],
             "malformed": self.malformed,
             "last_fault": self.last_fault,
@@ -157,7 +158,9 @@ class Service:
         """The reply; None when it has to wait. The sender's mistakes are refused, broken invariants raise."""
         peer, body = waiting.peer, waiting.body
         if peer.replaced:
-            return messages.Refused(message=f"another {peer.name} has said hello: give every generator its own --index")
+            return messages.Refused(
+                message=f"another {peer.name} has said hello: give every {peer.role} its own --index"
+            )
         try:
             return self._answer(waiting, body, payload, now)
         except ValueError as error:
@@ -184,9 +187,11 @@ class Service:
                 return self._grant(peer, waiting.seq, n, now)
             case messages.Drop():
                 return messages.Done(accepted=self._may_end(peer, body.lease_id) and self._drop(body))
-            case messages.Heartbeat(activity=activity, held=held):
+            case messages.Heartbeat(activity=activity, held=held, waits=waits):
                 peer.pace.report(activity, now)
+                peer.wait_for(waits, now)
                 buffer.renew(peer.incarnation, set(held), acked=waiting.envelope.acked, now=now)
+                return messages.Done(accepted=buffer.finished is None)
             case messages.Take():
                 return self._take(waiting, body, now)
             case messages.Publish(version=version, step=step):
@@ -300,7 +305,8 @@ class Service:
 
     def _metrics(self, waited_s: float) -> dict[str, float]:
         buffer, generators = self.buffer, self.peers.alive()
-        for peer in generators:
+        references = self.peers.in_service("reference")
+        for peer in [*generators, *references]:
             peer.pace.look()
         idle = [1.0 - p.pace.busy for p in generators]
         metrics: dict[str, float] = {
@@ -310,6 +316,8 @@ class Service:
             "idle/generator": sum(idle) / len(idle) if idle else 1.0,
             "throughput/generated_tokens_per_s": sum(p.pace.tokens_per_s for p in generators),
         }
+        if references:
+            metrics["idle/reference"] = 1.0 - sum(p.pace.busy for p in references) / len(references)
         if self.earned.num:
             metrics["reward/mean"] = self.earned.reward
             self.earned = Means()
@@ -344,6 +352,7 @@ class Service:
             "oldest_lease_s": max((now - s.granted_at for s in held), default=0.0),
             "tokens_per_s": peer.pace.tokens_per_s,
             "busy": peer.pace.busy,
+            "ready": peer.pace.latest.get("ready", float(peer.role != "reference")) > 0,
         }
 
     # Time

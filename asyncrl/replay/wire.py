@@ -101,7 +101,7 @@ class GroupDetail(msgspec.Struct, frozen=True, array_like=True):
 
 
 def pack_message(
-    envelope: Envelope | ReplyEnvelope, payload: Sequence[Frame] = (), digests: Sequence[bytes] | None = None
+    envelope: msgspec.Struct, payload: Sequence[Frame] = (), digests: Sequence[bytes] | None = None
 ) -> list[Frame]:
     """Envelope -> frames, sealed: for `seal.unseal`, which gives back header and payload.
 
@@ -113,17 +113,17 @@ def pack_message(
 
 def unpack_request(frame: Frame) -> Envelope:
     """Header frame of a request -> Envelope. Raises ValueError."""
-    return _unpack_header(frame, _REQUESTS)
+    return unpack_header(frame, _REQUESTS)
 
 
 def unpack_sender(frame: Frame) -> Sender:
     """Who sent a request whose body cannot be read. Raises ValueError when that cannot be read either."""
-    return _unpack_header(frame, _SENDERS)
+    return unpack_header(frame, _SENDERS)
 
 
 def unpack_reply(frame: Frame) -> ReplyEnvelope:
     """Header frame of a reply -> ReplyEnvelope. Raises ValueError."""
-    return _unpack_header(frame, _REPLIES)
+    return unpack_header(frame, _REPLIES)
 
 
 def pack_group(group: Group) -> list[Frame]:
@@ -198,7 +198,7 @@ def check_group(frames: Sequence[Frame]) -> GroupHeader:
     """The header of a group whose body has exactly the size that it announces; ValueError otherwise."""
     if len(frames) != FRAMES_PER_GROUP:
         raise ValueError(f"a group has {FRAMES_PER_GROUP} frames, got {len(frames)}")
-    header: GroupHeader = _unpack_header(frames[0], _GROUPS)
+    header: GroupHeader = unpack_header(frames[0], _GROUPS)
     G, num_prompts = len(header.lengths), len(header.prompt_lengths)
     if G == 0 or num_prompts not in (1, G) or len(header.text_lengths) != G or len(header.rewards) != G:
         raise ValueError(f"a group's header must describe {max(G, 1)} episodes in every field")
@@ -275,7 +275,8 @@ def _pack_header(header: msgspec.Struct) -> bytes:
     return data
 
 
-def _unpack_header(frame: Frame, decoder: msgspec.msgpack.Decoder[T]) -> T:
+def unpack_header(frame: Frame, decoder: msgspec.msgpack.Decoder[T]) -> T:
+    """Header frame -> what `decoder` makes of it. Raises ValueError."""
     if _size(frame) > MAX_HEADER_BYTES:
         raise ValueError(f"a header may have {MAX_HEADER_BYTES} bytes, got {_size(frame)}")
     view = memoryview(frame)

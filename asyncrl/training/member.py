@@ -7,6 +7,7 @@ not. A member knows nothing of the replay buffer.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,20 @@ import torch
 from asyncrl.chat import Chat
 from asyncrl.metrics import write_progress
 from asyncrl.models import load_tokenizer
+from asyncrl.reference.client import ReferenceClient
+from asyncrl.reference.directory import Directory
+from asyncrl.replay.client import ReplayClient
 from asyncrl.replay.keys import load_keys
-from asyncrl.settings import Run
+from asyncrl.settings import Run, num_references
 from asyncrl.training.batch import Sequences
 from asyncrl.training.checkpoint import Checkpointer, Position
 from asyncrl.training.export import export
 from asyncrl.training.model import load_policy, num_parameters, published
 from asyncrl.training.packing_check import check_packing
 from asyncrl.training.ranks import Ranks, make_mesh
-from asyncrl.training.reference import make_reference
+from asyncrl.training.reference import initial_model, make_reference, make_remote_reference
 from asyncrl.training.sft import WARMUP_BATCH, train_on_demonstrations, warm_up_rate
-from asyncrl.training.step import Learner
+from asyncrl.training.step import Learner, Reference
 from asyncrl.weights.sender import WeightSender
 
 log = logging.getLogger(__name__)
@@ -67,9 +71,12 @@ Command = Train | Publish | Save | Export | Wait | Stop
 
 
 class Member:
-    """One rank of a run. Construction is collective: it loads, warms up or resumes, and makes ready to publish."""
+    """One rank of a run. Construction is collective: it loads, warms up or resumes, and makes ready to publish.
 
-    def __init__(self, run: Run, ranks: Ranks) -> None:
+    `connect` reaches the replay server, by way of which reference processes are found; needed when there are some.
+    """
+
+    def __init__(self, run: Run, ranks: Ranks, *, connect: Callable[[], ReplayClient] | None = None) -> None:
         self.run, self.ranks = run, ranks
         config = run.config
         self.tokenizer = load_tokenizer(config.model.path)
@@ -85,6 +92,7 @@ class Member:
         newest = self.checkpoints.newest()
         if newest is None:
             self._warm_up()
+        self.references = self._ask_for_references(connect)
         self.learner = Learner(
             policy=self.policy, algo=run.algo, config=config, ranks=ranks, reference=self._reference()
         )
@@ -120,7 +128,8 @@ class Member:
         """Do it; collective. Train gives metrics, Publish a SyncReport, the others nothing."""
         match command:
             case Train(step=step):
-                return self.learner.train(Sequences.decode(payload), step=step)
+                row = self.learner.train(Sequences.decode(payload), step=step)
+                return row | (self.references.figures() if self.references is not None else {})
             case Publish(version=version):
                 return self.sender.publish(version)
             case Save(step=step):
@@ -131,6 +140,8 @@ class Member:
             case Stop():
                 self.checkpoints.close()
                 self.sender.close()
+                if self.references is not None:
+                    self.references.close()
             case Wait():
                 pass
         return None
@@ -170,26 +181,38 @@ class Member:
         )
         self.warm_up = {"sft/steps": float(steps), "sft/loss": loss}
         if self.run.algo.needs().reference:  # a resumed run must find the same reference again
-            self._export(self._initial)
+            self._export(self.run.dir / "initial")
 
     def _say(self, text: str) -> None:
         if self.ranks.is_first:
             log.info(text)
             write_progress(self.run.dir, text)
 
-    @property
-    def _initial(self) -> Path:
-        return self.run.dir / "initial"
+    def _ask_for_references(self, connect: Callable[[], ReplayClient] | None) -> ReferenceClient | None:
+        """The way to the reference processes, which begin to load; None when there are none."""
+        config = self.run.config
+        if not num_references(self.run):
+            return None
+        if connect is None:
+            raise ValueError("services.ref_model.num_replicas needs a replay server, which knows where they are")
+        client = ReferenceClient(
+            model=initial_model(self.run),
+            rank=self.ranks.rank,
+            num_replicas=config.services.ref_model.num_replicas,
+            directory=Directory(connect()),
+            limit_s=max(config.supervise.stall_limit_s, config.supervise.start_timeout_s),
+            curve=load_keys(config.replay.keys, "client"),
+        )
+        client.start()
+        return client
 
-    def _reference(self) -> Any:
+    def _reference(self) -> Reference | None:
+        temperature = self.run.algo.temperature
         if not self.run.algo.needs().reference:
             return None
-        initial = str(self._initial) if self._initial.exists() else self.run.config.model.path
+        if self.references is not None:
+            return make_remote_reference(self.references, self.ranks, temperature=temperature)
+        initial = initial_model(self.run)
         return make_reference(
-            self.run.config,
-            self.policy,
-            self.ranks,
-            self._mesh,
-            initial=initial,
-            temperature=self.run.algo.temperature,
+            self.run.config, self.policy, self.ranks, self._mesh, initial=initial, temperature=temperature
         )

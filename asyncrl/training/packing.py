@@ -103,13 +103,18 @@ def pack(token_ids: Sequence[np.ndarray], trained: Sequence[np.ndarray]) -> Pack
     mask_S = np.concatenate(trained).astype(bool)
     if mask_S[starts].any():
         raise ValueError("the first token of a sequence cannot be trained: give every prompt at least one token")
-    ids_S = np.concatenate(token_ids).astype(np.int64)
-    trained_S = np.flatnonzero(mask_S)
+    return repack(lengths, np.concatenate(token_ids), np.flatnonzero(mask_S) - 1)
+
+
+def repack(lengths: np.ndarray, token_ids_S: np.ndarray, predictors_T: np.ndarray) -> Packed:
+    """The layout from its three independent parts (any integer type): what another process needs to be sent of it."""
+    ids_S, lengths, predictors_T = (a.astype(np.int64) for a in (token_ids_S, lengths, predictors_T))
+    starts, trained_S = np.cumsum(lengths) - lengths, predictors_T + 1
     return Packed(
         token_ids_S=ids_S,
         positions_S=np.arange(len(ids_S)) - np.repeat(starts, lengths),
         lengths=lengths,
-        predictors_T=trained_S - 1,
+        predictors_T=predictors_T,
         targets_T=ids_S[trained_S],
         sequence_T=np.repeat(np.arange(len(lengths)), lengths)[trained_S],
     )

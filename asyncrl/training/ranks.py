@@ -75,15 +75,25 @@ def join_ranks(*, with_gpus: bool | None, timeout_s: float) -> Ranks:
             "services.trainer.with_gpus is true, but torch sees no GPU; set it to false or install CUDA torch"
         )
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
-    if cuda:
+    return _join(device, alone="RANK" not in os.environ, timeout_s=timeout_s)
+
+
+def join_alone(*, with_gpus: bool) -> Ranks:
+    """A world of this process alone, on its first GPU if it may and there is one, whatever the environment says."""
+    cuda = with_gpus and torch.cuda.is_available()
+    return _join(torch.device("cuda", 0) if cuda else torch.device("cpu"), alone=True, timeout_s=60.0)
+
+
+def _join(device: torch.device, *, alone: bool, timeout_s: float) -> Ranks:
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
-        else:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if alone:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        else:
+            dist.init_process_group(backend, timeout=timeout)
     control = dist.new_group(backend="gloo", timeout=timeout)
     return Ranks(rank=dist.get_rank(), size=dist.get_world_size(), device=device, control=control)
 

@@ -7,7 +7,7 @@ result does not depend on how the batch was cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,8 +23,9 @@ from asyncrl.training.optimizer import apply_gradients, learning_rate, make_opti
 from asyncrl.training.ranks import Ranks
 from asyncrl.training.totals import Totals
 
-Reference = Callable[[MicroBatch], Tensor]
-"""Log-probabilities of the reference policy, fp32 (T,); see reference.py."""
+Reference = Callable[[Sequence[MicroBatch]], Iterator[Tensor]]
+"""A batch's micro-batches -> log-probabilities of the reference policy, fp32 (T,) each, in order; see reference.py.
+Called before the batch's first optimiser step; a result may still be on its way when the call returns."""
 
 
 class Learner:
@@ -46,12 +47,13 @@ class Learner:
         """
         torch.manual_seed(hash((self.config.seed, step, self.ranks.rank)) & 0x7FFFFFFF)
         minibatches = micro_batches(sequences, config=self.config, ranks=self.ranks, kind=self.policy.kind)
+        references = self.ask_reference(minibatches)
         batch_totals = Totals()
         for minibatch in self._before(minibatches):
             totals = Totals()
             for index, micro in enumerate(minibatch):
                 expect_backward(self.policy, last=index == len(minibatch) - 1)
-                self.accumulate(micro, totals)
+                self.accumulate(with_reference(micro, references), totals)
             totals = totals.over_ranks(self.ranks)
             self._apply(totals, step)
             batch_totals.merge(totals)
@@ -77,12 +79,16 @@ class Learner:
         loss.backward()
         count(totals, micro, logprobs_T.detach(), entropy_T.detach(), loss.detach(), metrics)
 
+    def ask_reference(self, minibatches: list[list[MicroBatch]]) -> Iterator[Tensor] | None:
+        """The reference's answers for a batch, one per micro-batch in order; None when the loss needs none."""
+        if self.reference is None or not self.needs.reference:
+            return None
+        return self.reference([micro for minibatch in minibatches for micro in minibatch])
+
     @torch.no_grad()
     def _before(self, minibatches: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
-        """What the loss needs from before the first optimiser step of the batch: prox, ref, statistics."""
+        """What the loss needs of the policy from before the first optimiser step of the batch: prox, statistics."""
         flat = [micro for minibatch in minibatches for micro in minibatch]
-        if self.reference is not None and self.needs.reference:
-            flat = [replace(m, batch=replace(m.batch, reference_T=self.reference(m))) for m in flat]
         if self.needs.proximal or self.needs.statistics:
             logprobs = [self.policy(m.inputs, temperature=self.algo.temperature)[0] for m in flat]
             reshard(self.policy)
@@ -124,6 +130,13 @@ class Learner:
         totals.add("skipped", float(not taken))
         totals.add("rate", rate)
         totals.highest("grad_norm", norm)
+
+
+def with_reference(micro: MicroBatch, references: Iterator[Tensor] | None) -> MicroBatch:
+    """The same with the next of the reference's answers; waits for it."""
+    if references is None:
+        return micro
+    return replace(micro, batch=replace(micro.batch, reference_T=next(references)))
 
 
 @torch.no_grad()

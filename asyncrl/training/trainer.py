@@ -30,9 +30,9 @@ def main(run: Run, address: str) -> None:
         with_gpus=run.config.services.trainer.with_gpus,
         timeout_s=max(limits.stall_limit_s, limits.start_timeout_s) + GLOO_MARGIN_S,
     )
-    member = Member(run, ranks)
+    curve = load_keys(run.config.replay.keys, "client")
+    member = Member(run, ranks, connect=lambda: ReplayClient(address, role="trainer", index=ranks.rank, curve=curve))
     if ranks.is_first:
-        curve = load_keys(run.config.replay.keys, "client")
         director = Director(
             run,
             member,

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.weights.messages import PlanSpec, TensorSpec
-from asyncrl.weights.plan import Bucket, first_difference
+from asyncrl.weights.plan import Bucket, Piece, first_difference, tensor_bytes
+from asyncrl.weights.shards import collect
 
 Tensors = Callable[[], Iterable[tuple[str, Tensor]]]
 
@@ -39,8 +40,7 @@ class Gatherer:
     def __init__(self, tensors: Tensors, plan: PlanSpec) -> None:
         self._plan = plan
         self._walk = ((name, tensor) for name, tensor, first in _walk(tensors) if first is None)
-        self._index = -1
-        self._flat: Tensor | None = None
+        self._spanning: Tensor | None = None  # the bytes of a tensor that goes on in the next bucket
 
     @torch.no_grad()
     def fill(self, bucket: Bucket, buffer: Tensor | None) -> None:
@@ -49,15 +49,32 @@ class Gatherer:
         A tensor that spans buckets is gathered once and kept until its last piece. Raises RuntimeError when `tensors()`
         does not yield what the plan says.
         """
+        new = [piece for piece in bucket.pieces if piece.start == 0]
+        tensors = [self._next(piece.tensor) for piece in new]
+        before, self._spanning = self._spanning, None
+        collect(tensors, [self._target(t, p, buffer) for t, p in zip(tensors, new, strict=True)])
+        if buffer is None:
+            return
         for piece in bucket.pieces:
-            if piece.tensor != self._index:
-                self._flat = None  # frees the last one before the next is gathered
-                self._flat = self._next(piece.tensor)
-            if buffer is not None and piece.nbytes:
-                assert self._flat is not None
-                source = self._flat[piece.start : piece.start + piece.nbytes]
+            source = before if piece.start else self._spanning if piece.nbytes < self._size(piece) else None
+            if source is not None:
                 here = source.device == buffer.device
-                buffer[piece.offset : piece.offset + piece.nbytes].copy_(source, non_blocking=here)
+                part = source[piece.start : piece.start + piece.nbytes]
+                buffer[piece.offset : piece.offset + piece.nbytes].copy_(part, non_blocking=here)
+                if piece.start + piece.nbytes < self._size(piece):
+                    self._spanning = source
+
+    def _target(self, tensor: Tensor, piece: Piece, buffer: Tensor | None) -> Tensor | None:
+        """Where a tensor that begins in this bucket goes: into the buffer, or beside it when it is too large."""
+        if buffer is None:
+            return None
+        if piece.nbytes == self._size(piece):
+            return buffer[piece.offset : piece.offset + piece.nbytes]
+        self._spanning = torch.empty(self._size(piece), dtype=torch.uint8, device=tensor.device)
+        return self._spanning
+
+    def _size(self, piece: Piece) -> int:
+        return tensor_bytes(self._plan.tensors[piece.tensor])
 
     def _next(self, index: int) -> Tensor:
         spec = self._plan.tensors[index]
@@ -67,9 +84,7 @@ class Gatherer:
             raise RuntimeError(f"tensor {index} of the plan is {spec.name} {list(spec.shape)}; tensors() yielded {got}")
         if str(tensor.dtype) != f"torch.{spec.dtype}":
             raise RuntimeError(f"{name} is {tensor.dtype}; the plan says {spec.dtype}")
-        self._index = index
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        return full.detach().contiguous().view(-1).view(torch.uint8)
+        return tensor
 
 
 def agree(value: int, device: torch.device) -> int:

@@ -3,6 +3,7 @@ uninterrupted one trains. Both tests are short forms of benchmarks/resume.py."""
 
 from __future__ import annotations
 
+import random
 import sys
 from pathlib import Path
 
@@ -31,8 +32,10 @@ def test_a_run_killed_twenty_times_in_a_row_trains_what_an_uninterrupted_run_tra
 
 
 def test_asyncrl_train_is_killed_and_resumed_without_a_prompt_skipped_or_doubled(tmp_path: Path) -> None:
-    report = resume.measure(tmp_path, kills=3, steps=12, seed=3, per_run=3)
-    assert report.faults == []
-    assert report.resumes > 0
-    output = (tmp_path / "killed-0.out").read_text()
-    assert "Traceback" not in output
+    """Each kill ends the run: its launcher, its server or its trainer."""
+    steps, report = 10, resume.Report()
+    expected = resume.uninterrupted(tmp_path, steps, Forked)
+    run_dir, rng = tmp_path / "killed", random.Random(14)
+    resume.killed(run_dir, steps=steps, most=3, rng=rng, report=report, start=resume.Launch)
+    assert resume.check(run_dir, expected, steps) == []
+    assert (len(report.kills), report.resumes) == (3, 3)

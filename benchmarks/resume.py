@@ -36,14 +36,13 @@ from asyncrl.guard import MARK
 from asyncrl.metrics import read_rows
 
 BATCH = 4
-MAX_LAG = 2
 VICTIMS = ("everybody", "launcher", "trainer 0", "trainer -1", "replay 0", "generator 0")
 INSTANTS = ("start", "step", "step", "checkpoint")
 LAUNCH_S = 240.0
 """Bound of every wait for a run; a start takes seconds on an idle machine."""
 
 
-def settings(steps: int, *, ranks: int, generators: int) -> dict[str, object]:
+def settings(steps: int, target_lag: int, *, ranks: int, generators: int) -> dict[str, object]:
     """A run of seconds: a tiny model, no warm-up, nothing filtered."""
     return {
         "training.steps": steps,
@@ -52,8 +51,8 @@ def settings(steps: int, *, ranks: int, generators: int) -> dict[str, object]:
         "algo.n-samples": 2,
         "algo.dynamic-sampling": "false",
         "generation.max-tokens": 6,
-        "replay.target-lag": 1,  # little slack, and several steps are lost: a bound that a resume loosens is exceeded
-        "replay.max-lag": MAX_LAG,
+        "replay.target-lag": target_lag,
+        "replay.max-lag": target_lag + 1,  # little slack, and several steps are lost: a bound that is loosened shows
         "services.generator.num-replicas": generators,
         "services.trainer.procs": ranks,
         "supervise.max-restarts": 100,
@@ -140,8 +139,19 @@ class Launch:
         return self.out.read_text(errors="replace")[-6000:]
 
 
-Start = Callable[..., Running]
-"""(run_dir, keys, again=) -> a launch: Launch or Forked."""
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What is run, and how it is started."""
+
+    start: Callable[..., Running]
+    """(run_dir, keys, again=) -> a launch: Launch or Forked."""
+    steps: int
+    target_lag: int = 1
+
+    def launch(self, run_dir: Path, *, ranks: int = 1, generators: int = 1) -> Running:
+        """The run in that folder: from its beginning, or resumed if there is one."""
+        keys = settings(self.steps, self.target_lag, ranks=ranks, generators=generators)
+        return self.start(run_dir, keys, again=(run_dir / "config.yaml").exists())
 
 
 @dataclass
@@ -181,17 +191,18 @@ def trained(run_dir: Path) -> Counter[int]:
     return Counter(p for row in read_rows(run_dir, "trained.jsonl") for p in row["prompts"])
 
 
-def check(run_dir: Path, expected: Counter[int], steps: int) -> list[str]:
+def check(run_dir: Path, expected: Counter[int], trial: Trial) -> list[str]:
     """What is wrong with a finished run; nothing if it equals an uninterrupted one."""
+    most = trial.target_lag + 1
     rows = [row for row in read_rows(run_dir) if row["step"]]
     found = trained(run_dir)
     faults = [f"prompt {p} trained {found[p]} times, expected {expected[p]}" for p in found | expected
               if found[p] != expected[p]]  # fmt: skip
     for name, listed in (("metrics", rows), ("trained", read_rows(run_dir, "trained.jsonl"))):
-        if [row["step"] for row in listed] != list(range(1, steps + 1)):
+        if [row["step"] for row in listed] != list(range(1, trial.steps + 1)):
             faults.append(f"{name}.jsonl has steps {[row['step'] for row in listed]}")
     faults += [f"step {r['step']}: the ledger is off by {r['ledger/balance']}" for r in rows if r["ledger/balance"]]
-    faults += [f"step {r['step']}: lag {r['staleness/max']}" for r in rows if r["staleness/max"] > MAX_LAG]
+    faults += [f"step {r['step']}: lag {r['staleness/max']}" for r in rows if r["staleness/max"] > most]
     return faults
 
 
@@ -230,9 +241,9 @@ def instant(launch: Running, run_dir: Path, *, steps: int, rng: random.Random) -
     return True
 
 
-def uninterrupted(folder: Path, steps: int, start: Start) -> Counter[int]:
+def uninterrupted(folder: Path, trial: Trial) -> Counter[int]:
     """What a run trains that nobody disturbs. Raises RuntimeError when it fails."""
-    launch = start(folder / "whole", settings(steps, ranks=1, generators=1), again=False)
+    launch = trial.launch(folder / "whole")
     try:
         if ended(launch) != 0:
             raise RuntimeError(f"the uninterrupted run failed:\n{launch.text()}")
@@ -241,14 +252,14 @@ def uninterrupted(folder: Path, steps: int, start: Start) -> Counter[int]:
     return trained(folder / "whole")
 
 
-def killed(run_dir: Path, *, steps: int, most: int, rng: random.Random, report: Report, start: Start) -> None:
+def killed(run_dir: Path, trial: Trial, *, most: int, rng: random.Random, report: Report) -> None:
     """One run, killed until `most` kills are done or it has ended by itself, and resumed to its end."""
-    launch = start(run_dir, settings(steps, ranks=1, generators=1), again=False)
+    launch = trial.launch(run_dir)
     left, victims = most, rng.sample(VICTIMS, len(VICTIMS))
     try:
         while True:
             struck = ""
-            if left and instant(launch, run_dir, steps=steps, rng=rng):
+            if left and instant(launch, run_dir, steps=trial.steps, rng=rng):
                 struck, left = launch.kill(victims[left % len(victims)]), left - 1
                 report.kills.append(f"{struck} at step {last_step(run_dir)}")
                 print(f"{run_dir.name}: killed {report.kills[-1]}", flush=True)
@@ -260,22 +271,21 @@ def killed(run_dir: Path, *, steps: int, most: int, rng: random.Random, report: 
             if not struck or code not in (1, -signal.SIGKILL):
                 raise RuntimeError(f"the run failed by itself with code {code}:\n{launch.text()}")
             launch.end()
-            shape = {"ranks": rng.choice([1, 1, 2]), "generators": rng.choice([1, 1, 2])}
-            launch = start(run_dir, settings(steps, **shape), again=(run_dir / "config.yaml").exists())
+            launch = trial.launch(run_dir, ranks=rng.choice([1, 1, 2]), generators=rng.choice([1, 1, 2]))
             report.resumes += 1
     finally:
         launch.end()
 
 
-def measure(folder: Path, *, kills: int, steps: int, seed: int, per_run: int, start: Start = Launch) -> Report:
+def measure(folder: Path, trial: Trial, *, kills: int, seed: int, per_run: int) -> Report:
     """`kills` kills over as many runs as that takes."""
     report, rng = Report(), random.Random(seed)
-    expected = uninterrupted(folder, steps, start)
+    expected = uninterrupted(folder, trial)
     while len(report.kills) < kills:
         run_dir, most = folder / f"killed-{report.runs}", min(per_run, kills - len(report.kills))
-        killed(run_dir, steps=steps, most=most, rng=rng, report=report, start=start)
+        killed(run_dir, trial, most=most, rng=rng, report=report)
         report.runs += 1
-        report.faults += [f"{run_dir.name}: {fault}" for fault in check(run_dir, expected, steps)]
+        report.faults += [f"{run_dir.name}: {fault}" for fault in check(run_dir, expected, trial)]
     return report
 
 
@@ -284,6 +294,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--per-run", type=int, default=20, help="kills of one run")
     parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--target-lag", type=int, default=1, help="the bound, replay.max-lag, is one more")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--forked", action="store_true", help="fork the processes from one that has imported torch")
     parser.add_argument("--folder", type=Path, default=None, help="where the runs go; default: a temporary folder")
@@ -292,9 +303,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        start: Start = Forked if args.forked else Launch
-        shape = {"kills": args.kills, "steps": args.steps, "seed": args.seed, "per_run": args.per_run}
-        report = measure(folder, **shape, start=start)
+        trial = Trial(start=Forked if args.forked else Launch, steps=args.steps, target_lag=args.target_lag)
+        report = measure(folder, trial, kills=args.kills, seed=args.seed, per_run=args.per_run)
     for fault in report.faults:
         print(fault)
     figures = {"kills": len(report.kills), "runs": report.runs, "resumes": report.resumes, "steps": args.steps}

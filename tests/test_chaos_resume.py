@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,8 @@ pytestmark = pytest.mark.slow
 
 def test_a_run_killed_twenty_times_in_a_row_trains_what_an_uninterrupted_run_trains(tmp_path: Path) -> None:
     """Every process is real but the launcher; each resume has another number of ranks and generators."""
-    report = resume.measure(tmp_path, kills=20, steps=32, seed=1, per_run=20, start=Forked)
+    trial = resume.Trial(start=Forked, steps=32)
+    report = resume.measure(tmp_path, trial, kills=20, seed=1, per_run=20)
     assert report.faults == []
     assert len(report.kills) == 20
     victims = {kill.partition(" at ")[0].split()[0] for kill in report.kills}
@@ -33,9 +35,8 @@ def test_a_run_killed_twenty_times_in_a_row_trains_what_an_uninterrupted_run_tra
 
 def test_asyncrl_train_is_killed_and_resumed_without_a_prompt_skipped_or_doubled(tmp_path: Path) -> None:
     """Each kill ends the run: its launcher, its server or its trainer."""
-    steps, report = 10, resume.Report()
-    expected = resume.uninterrupted(tmp_path, steps, Forked)
-    run_dir, rng = tmp_path / "killed", random.Random(14)
-    resume.killed(run_dir, steps=steps, most=3, rng=rng, report=report, start=resume.Launch)
-    assert resume.check(run_dir, expected, steps) == []
+    trial, report, run_dir = resume.Trial(start=resume.Launch, steps=10), resume.Report(), tmp_path / "killed"
+    resume.killed(run_dir, trial, most=3, rng=random.Random(14), report=report)
+    expected = resume.uninterrupted(tmp_path, replace(trial, start=Forked))
+    assert resume.check(run_dir, expected, trial) == []
     assert (len(report.kills), report.resumes) == (3, 3)

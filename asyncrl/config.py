@@ -58,6 +58,9 @@ class DatasetConfig(Section):
     """Rows that a stream shuffles among."""
     epochs: Count | None = None
     """How often the data may be seen; none: as often as the run needs."""
+    on_missing: Literal["error", "skip", "keep"] = "error"
+    """A row without a prompt or an answer (null, empty): refuse the dataset, leave the row out, or `keep` a missing
+    answer for a reward of your own; a missing prompt is refused then too."""
     limit: Count | None = None
     """Use only this many rows from the start of the split."""
 

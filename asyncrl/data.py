@@ -8,7 +8,8 @@ ValueError of one line.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,9 +18,11 @@ import msgspec
 import numpy as np
 
 from asyncrl.config import DatasetConfig
+from asyncrl.data_check import Checked, is_blank, json_error, refuse_mixed
 from asyncrl.env import Env
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+log = logging.getLogger(__name__)
 OWN_CHOICE = ("path", "name", "split", "eval_split", "prompt_key", "answer_key")
 """Keys that an environment has an opinion on: none in the configuration leaves its own."""
 
@@ -66,7 +69,8 @@ def for_evaluation(config: DatasetConfig) -> DatasetConfig:
 def rows(config: DatasetConfig, *, seed: int, start: int = 0) -> Iterator[Row]:
     """Yield rows from position `start`: the same rows as without `start`, also in a stream. Raises ValueError.
 
-    A stream is read again up to `start`, since what a shuffle buffer holds cannot be known otherwise.
+    A stream is read again up to `start`, since what a shuffle buffer holds cannot be known otherwise. A row without a
+    prompt or an answer is refused, or has no position, as `dataset.on_missing` says.
     """
     read = _stream_rows if config.streaming else _table_rows
     for position, row in read(config, _open(config), seed, start):
@@ -76,11 +80,15 @@ def rows(config: DatasetConfig, *, seed: int, start: int = 0) -> Iterator[Row]:
 
 def _table_rows(config: DatasetConfig, table: Any, seed: int, start: int) -> Iterator[tuple[int, dict[str, Any]]]:
     _require_columns(config, table.column_names)
-    size = len(table) if config.limit is None else min(config.limit, len(table))
+    if config.limit is not None and config.limit < len(table):
+        table = table.select(range(config.limit))
+    usable = Checked(config).usable(table)
+    size = len(table) if usable is None else len(usable)
     if not size:
-        raise ValueError(f"dataset {config.path!r} has no rows in split {config.split!r}")
+        raise ValueError(_no_rows(config, skipped=len(table)))
     for epoch in _epochs(config, start // size):
         order = np.random.default_rng((abs(seed), epoch)).permutation(size) if config.shuffle else np.arange(size)
+        order = order if usable is None else usable[order]
         first = max(0, start - epoch * size)
         for offset in range(first, size):
             yield epoch * size + offset, table[int(order[offset])]
@@ -91,18 +99,40 @@ def _stream_rows(config: DatasetConfig, stream: Any, seed: int, start: int) -> I
         stream = stream.take(config.limit)
     if config.shuffle:
         stream = stream.shuffle(seed=abs(seed), buffer_size=config.shuffle_buffer)
-    position = 0
+    position, checked = 0, Checked(config)
     for epoch in _epochs(config, 0):
         stream.set_epoch(epoch)
         before = position
-        for row in stream:
+        for number, row in enumerate(_readable(config, stream), 1):
             if position == 0:
                 _require_columns(config, list(row))
+            if not checked.accepts(row, f"row {number} of the stream"):
+                continue
             if position >= start:
                 yield position, row
             position += 1
         if position == before:
-            raise ValueError(f"dataset {config.path!r} has no rows in split {config.split!r}")
+            raise ValueError(_no_rows(config, skipped=checked.num_skipped))
+        if epoch == 0 and checked.num_skipped:
+            log.warning("dataset %r: %d rows of the stream skipped", config.path, checked.num_skipped)
+
+
+def _readable(config: DatasetConfig, stream: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The rows of a stream, which is opened and parsed only as it is read."""
+    rows_ = iter(stream)
+    while True:
+        try:
+            row = next(rows_)
+        except StopIteration:
+            return
+        except (OSError, ValueError, TypeError, RuntimeError) as error:
+            raise ValueError(_unreadable(config, error)) from error
+        yield row
+
+
+def _no_rows(config: DatasetConfig, *, skipped: int = 0) -> str:
+    but = f" with a prompt and an answer: {skipped} were skipped" if skipped else ""
+    return f"dataset {config.path!r} has no rows in split {config.split or 'train'!r}{but}"
 
 
 def _epochs(config: DatasetConfig, first: int) -> Iterator[int]:
@@ -116,22 +146,51 @@ def _open(config: DatasetConfig) -> Any:
     import datasets
 
     datasets.disable_progress_bars()  # a complaint is one line, and logs are for what happened
-    path, split = Path(config.path).expanduser(), config.split or "train"
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it logs what it raises
+    path = Path(config.path).expanduser()
+    single = path.suffix in FORMATS
+    if single and path.is_file() and is_blank(path):
+        raise ValueError(_no_rows(config))
     try:
-        if path.suffix in FORMATS:
-            if not path.is_file():
-                raise FileNotFoundError("there is no such file")
-            files = {"train": str(path)}
-            return datasets.load_dataset(
-                FORMATS[path.suffix], data_files=files, split=split, streaming=config.streaming
-            )
-        if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
-            saved = datasets.load_from_disk(str(path))
-            table = saved[split] if isinstance(saved, datasets.DatasetDict) else saved
-            return table.to_iterable_dataset() if config.streaming else table
-        return datasets.load_dataset(str(path), config.name, split=split, streaming=config.streaming)
-    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(f"dataset.path {config.path!r}: {_one_line(error)}") from error
+        opened = _load_file(config, path) if single else _load(config, path)
+    except (OSError, ValueError, KeyError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(_unreadable(config, error)) from error
+    if single and FORMATS[path.suffix] == "json":
+        refuse_mixed(config, path, opened.features)
+    return opened
+
+
+def _load_file(config: DatasetConfig, path: Path) -> Any:
+    from datasets import load_dataset
+
+    if not path.is_file():
+        raise FileNotFoundError("there is no such file")
+    files, split = {"train": str(path)}, config.split or "train"
+    return load_dataset(FORMATS[path.suffix], data_files=files, split=split, streaming=config.streaming)
+
+
+def _load(config: DatasetConfig, path: Path) -> Any:
+    from datasets import DatasetDict, load_dataset, load_from_disk
+
+    split = config.split or "train"
+    if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+        saved = load_from_disk(str(path))
+        table = saved[split] if isinstance(saved, DatasetDict) else saved
+        return table.to_iterable_dataset() if config.streaming else table
+    return load_dataset(str(path), config.name, split=split, streaming=config.streaming)
+
+
+def _unreadable(config: DatasetConfig, error: Exception) -> str:
+    """One line for what the library raised: its reason lies in the last of a chain of causes."""
+    path = Path(config.path or "").expanduser()
+    if path.is_file() and FORMATS.get(path.suffix) == "json" and (where := json_error(path)):
+        return f"dataset.path {config.path!r}: {where}"
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    if isinstance(cause, StopIteration) or "corresponds to no data" in str(cause):  # how it says that nothing is there
+        return _no_rows(config)
+    return f"dataset.path {config.path!r}: {_one_line(cause)}"
 
 
 def _require_columns(config: DatasetConfig, columns: list[str]) -> None:
@@ -145,6 +204,6 @@ def _require_columns(config: DatasetConfig, columns: list[str]) -> None:
             )
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

@@ -155,3 +155,73 @@ def test_chat_columns_are_messages(tmp_path: Path) -> None:
 def test_a_template_surrounds_text_prompts(tmp_path: Path) -> None:
     env = Dataset(dataset=config(write(tmp_path / "d.jsonl"), shuffle=False), template="Q: {prompt} A:", style="plain")
     assert next(env.prompts()).prompt == "Q: What is 0 + 1? A:"
+
+
+def lines(path: Path, *rows_: Any) -> DatasetConfig:
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows_))
+    return DatasetConfig(path=str(path), prompt_key="q", answer_key="a", shuffle=False, epochs=1)
+
+
+GOOD = {"q": "1+1", "a": "2"}
+TALK = {"q": [{"role": "user", "content": "1+1"}], "a": "2"}
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "complaint"),
+    [
+        (GOOD, {"q": None, "a": "1"}, r"row 3 .*has no usable prompt: column 'q' is null"),
+        (GOOD, {"a": "1"}, r"row 3 .*has no usable prompt: column 'q' is null or missing"),
+        (GOOD, {"q": " ", "a": "1"}, r"row 3 .*has no usable prompt: column 'q' is empty"),
+        (GOOD, {"q": "2", "a": None}, r"row 3 .*has no usable answer: column 'a' is null"),
+        (GOOD, {"q": "2", "a": ""}, r"row 3 .*has no usable answer: column 'a' is empty"),
+        ({"q": "1", "a": ["2"]}, {"q": "2", "a": []}, r"row 3 .*column 'a' is an empty list"),
+        ({"q": "1", "a": 2.5}, {"q": "2", "a": None}, r"row 3 .*column 'a' is null"),
+        (GOOD, {"q": "2", "a": 4}, r"column 'a' is text in row 1 and a number in row 3"),
+        (TALK, {"q": [{"rol": "user", "content": "2"}], "a": "2"}, r"row 3 .*no 'role' in message 1 \(it has .*rol"),
+        (
+            TALK,
+            {"q": [{"role": "user", "content": None}], "a": "2"},
+            r"row 3 .*no 'content' in message 1 \(it has role",
+        ),
+        (TALK, {"q": [], "a": "2"}, r"row 3 .*column 'q' is an empty list"),
+        (GOOD, '{"q": "2", "a', r"row 3 is no JSON: Unterminated string starting at column 12"),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_row_that_cannot_be_used_is_named(
+    tmp_path: Path, good: dict[str, Any], bad: Any, complaint: str, streaming: bool
+) -> None:
+    what = msgspec.structs.replace(lines(tmp_path / "d.jsonl", good, good, bad, good), streaming=streaming)
+    with pytest.raises(ValueError, match=complaint) as caught:
+        list(rows(what, seed=0))
+    assert "d.jsonl" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "\n \n"])
+@pytest.mark.parametrize("name", ["d.jsonl", "d.csv", "d.parquet"])
+def test_an_empty_file_has_no_rows(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=rf"{name}' has no rows"):
+        take(config(tmp_path / name), 1)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_skipped_rows_have_no_position_and_are_counted(tmp_path: Path, streaming: bool, caplog: Any) -> None:
+    given = [{"q": str(i) if i % 3 else None, "a": "1"} for i in range(10)]
+    what = msgspec.structs.replace(
+        lines(tmp_path / "d.jsonl", *given), streaming=streaming, on_missing="skip", epochs=None, shuffle=True
+    )
+    whole = take(what, 18)
+    assert [position for position, _ in whole] == list(range(18))
+    assert sorted(q for _, q in whole[:6]) == ["1", "2", "4", "5", "7", "8"]
+    assert take(what, 9, start=7) == whole[7:16]
+    assert " 4 " in caplog.messages[0]
+
+
+def test_an_answer_may_be_left_to_a_reward_of_ones_own(tmp_path: Path) -> None:
+    what = msgspec.structs.replace(lines(tmp_path / "d.jsonl", GOOD, {"q": "2", "a": None}), on_missing="keep")
+    assert [row.answer for row in rows(what, seed=0)] == ["2", None]
+    what = msgspec.structs.replace(lines(tmp_path / "e.jsonl", GOOD, {"q": None, "a": "2"}), on_missing="keep")
+    with pytest.raises(ValueError, match="row 2 has no usable prompt"):
+        list(rows(what, seed=0))

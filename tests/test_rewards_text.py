@@ -145,3 +145,20 @@ def test_a_part_that_gives_no_number_is_an_error() -> None:
 def test_an_unknown_reward_is_refused_by_name(bad: str) -> None:
     with pytest.raises(ValueError, match=r"no_such|maths"):
         reward_from(bad)
+
+
+@pytest.mark.parametrize("reward", ["exact", "contains", "math", "regex:(.+)"])
+def test_any_of_a_list_is_the_answer_and_nothing_is_none(reward: str) -> None:
+    score = reward_from(reward)
+
+    def full(response: str, target: Any) -> bool:
+        given = score("", response, target)
+        return (given if isinstance(given, float) else given["correct"]) == 1.0  # type: ignore[index]
+
+    right = r"\boxed{3}" if reward == "math" else "3"
+    assert full(right, ["2", "3"])
+    assert not full(right, ["2", "4"])
+    assert full(right, 3.0)
+    for nothing in (None, "", " ", [], ["3", None]):
+        with pytest.raises(ValueError, match="nothing to compare"):
+            full("None", nothing)

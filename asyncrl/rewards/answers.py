@@ -55,6 +55,19 @@ def last_number(text: str) -> str | None:
     return found[-1].replace(",", "") if found else None
 
 
+def accepted(target: Any) -> list[str]:
+    """The texts that count as the target: of a list any, of a whole number that data made a float (3.0) both forms.
+
+    Raises ValueError for a target with nothing to compare with, which any response would match.
+    """
+    if isinstance(target, (list, tuple)) and target:
+        return [text for one in target for text in accepted(one)]
+    if target is None or not str(target).strip() or isinstance(target, (list, tuple)):
+        raise ValueError(f"the target is {target!r}: there is nothing to compare a response with")
+    whole = isinstance(target, float) and target.is_integer()
+    return [str(target), str(int(target))] if whole else [str(target)]
+
+
 def without_thinking(text: str) -> str:
     """What follows the last `</think>`: the answer proper. A thought that never ended has no answer: empty text."""
     _, closed, rest = text.rpartition("</think>")

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.rewards.answers import find, last_number, without_thinking
+from asyncrl.rewards.answers import accepted, find, last_number, without_thinking
 
 
 class MathReward(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +29,8 @@ class MathReward(msgspec.Struct, frozen=True, kw_only=True):
     def __call__(self, prompt: str, response: str, target: Any) -> dict[str, float]:
         marked = find(response)
         answer = marked if marked is not None or not self.last_number else last_number(without_thinking(response))
-        correct = answer is not None and equal(answer, str(target), tolerance=self.tolerance)
+        wanted = accepted(target)
+        correct = answer is not None and any(equal(answer, text, tolerance=self.tolerance) for text in wanted)
         score = {"correct": float(correct)}
         if self.format_reward:
             score["format"] = self.format_reward if marked is not None and not correct else 0.0

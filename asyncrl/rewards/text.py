@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.rewards.answers import find, without_thinking
+from asyncrl.rewards.answers import accepted, find, without_thinking
 
 
 class ExactMatch(msgspec.Struct, frozen=True, kw_only=True):
-    """1 when the answer is the target: the marked answer of the response if there is one, otherwise all of it."""
+    """1 when the answer is the target, or one of a list: the response's marked answer if it has one, or all of it."""
 
     ignore_case: bool = False
     """Compare without case."""
@@ -24,15 +24,18 @@ class ExactMatch(msgspec.Struct, frozen=True, kw_only=True):
     def __call__(self, prompt: str, response: str, target: Any) -> float:
         marked = find(response)
         answer = (marked if marked is not None else without_thinking(response)).strip()
-        wanted = str(target).strip()
-        return float(answer.casefold() == wanted.casefold() if self.ignore_case else answer == wanted)
+        wanted = [text.strip() for text in accepted(target)]
+        if self.ignore_case:
+            return float(answer.casefold() in [text.casefold() for text in wanted])
+        return float(answer in wanted)
 
 
 class Contains(msgspec.Struct, frozen=True, kw_only=True):
-    """1 when the target occurs in what follows the thinking."""
+    """1 when the target, or one of a list, occurs in what follows the thinking."""
 
     def __call__(self, prompt: str, response: str, target: Any) -> float:
-        return float(str(target) in without_thinking(response))
+        shown = without_thinking(response)
+        return float(any(text in shown for text in accepted(target)))
 
 
 class RegexMatch(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -51,7 +54,7 @@ class RegexMatch(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         found = list(self._compiled.finditer(response))
         if not found or not self._compiled.groups:
             return float(bool(found))
-        return float((found[-1].group(1) or "").strip() == str(target).strip())
+        return float((found[-1].group(1) or "").strip() in [text.strip() for text in accepted(target)])
 
     @cached_property
     def _compiled(self) -> re.Pattern[str]:

@@ -18,7 +18,7 @@ ALIASES = {"algo": "algo.name", "env": "env.name", "model": "model.path", "n": "
 OPTIONS = {"config", "resume", "role", "index", "address"}
 """Options with a value that are not keys of the configuration."""
 
-FLAGS = {"help", "dry_run"}
+FLAGS = {"help", "dry_run", "version"}
 """Options without a value."""
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from asyncrl import __version__
 from asyncrl import help as pages
 from asyncrl.arguments import Arguments, parse
 from asyncrl.keys import nearest
@@ -25,11 +26,17 @@ def main(argv: list[str] | None = None) -> int:
         sys.path.append(os.getcwd())
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
+        if "version" in args.flags:
+            print(f"asyncrl {__version__}")
+            return 0
         if not args.command:
             print(pages.general(), end="")
             return 0 if args.flags or not (argv or sys.argv[1:]) else 2
         if args.command not in COMMANDS:
             raise ValueError(f"there is no command {args.command!r}{nearest(args.command, list(COMMANDS))}")
+        if "help" in args.flags and args.command in pages.SHORT:
+            print(pages.SHORT[args.command], end="")
+            return 0
         return COMMANDS[args.command](args)
     except ValueError as error:
         print(f"asyncrl: error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -12,6 +12,7 @@ import msgspec
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Whole = Annotated[int, msgspec.Meta(ge=0)]
+Rate = Annotated[float, msgspec.Meta(ge=0, le=10)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -103,7 +104,7 @@ class TrainingConfig(Section):
     """Prompts (groups) per batch, over all ranks; responses per batch are batch_size * algo.n_samples."""
     minibatches: Count = 1
     """Optimiser steps per batch; more than one makes a proximal policy meaningful."""
-    learning_rate: NonNegative = 1e-6
+    learning_rate: Rate = 1e-6
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What the learning rate does after the warm-up."""
@@ -331,11 +332,11 @@ class EvalConfig(Section):
 class Config(Section):
     """Everything a run needs; written resolved to config.yaml in the run folder, which every process reads."""
 
-    name: str = "run"
-    """Name of the run; the run folder is runs/<name> unless run_dir says otherwise."""
+    name: Annotated[str, msgspec.Meta(pattern=r"^[^./\\][^/\\]*$")] = "run"
+    """Name of the run, without slashes; the run folder is runs/<name> unless run_dir says otherwise."""
     run_dir: str | None = None
     """Folder for everything the run writes."""
-    seed: int = 0
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     """Seed of everything random."""
     imports: list[str] = msgspec.field(default_factory=list)
     """Modules or .py files to import in every process, for their registrations."""

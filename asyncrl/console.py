@@ -89,14 +89,16 @@ class Console:
         """A line (or several) above the panel."""
         self._terminal.print(text, markup=False, soft_wrap=True)
 
-    def update(self, status: Row, *, phase: str) -> None:
-        """Show the newest row and who waits for whom."""
-        self._rows += self._tail.read()
+    def update(self, status: Row, *, phase: str) -> list[Row]:
+        """Show the newest row and who waits for whom. Returns the rows that are new."""
+        new = self._tail.read()
+        self._rows += new
         if self._live:
             self._progress.update(self._task, completed=int(self.last.get("step", 0)))
             self._live.update(Group(*self._panel(status, phase)), refresh=True)
         elif "console" in self._run.config.metrics.trackers:
             self._plain() if self._rows else self._before_first(phase)
+        return new
 
     def _before_first(self, phase: str) -> None:
         """What happens before there is a row: said when it changes, at most every few seconds."""

@@ -37,6 +37,42 @@ GENERAL = """asyncrl: asynchronous off-policy reinforcement learning for languag
 A run folder (runs/<name> by default) holds config.yaml, metrics.jsonl, samples.jsonl, logs/, checkpoints/ and model/.
 """
 
+SHORT = {
+    "algos": """usage: asyncrl algos [NAME ...] [--import MODULE]
+
+A line for each algorithm, or the page of one: its formula, its keys with defaults, what it leaves out.
+""",
+    "envs": """usage: asyncrl envs [NAME ... | check NAME] [--import MODULE] [--env.key value ...]
+
+A line for each environment, the page of one, or a check of one: prompts, masks, rewards and timings with a scripted model.
+""",
+    "plot": """usage: asyncrl plot RUN
+
+Draws RUN/plots: reward, staleness, ledger, idle time, and a timeline of who was doing what.
+""",
+    "status": """usage: asyncrl status RUN
+
+Who waits for whom, the ledger, and why groups were dropped; from any terminal, while the run goes on or after it.
+""",
+    "keys": """usage: asyncrl keys new FOLDER
+       asyncrl keys add FOLDER OTHER
+
+CURVE keys for runs on several hosts: set replay.keys to FOLDER; OTHER is a key for another host.
+""",
+    "doctor": """usage: asyncrl doctor
+
+What this machine offers and lacks: versions, GPUs, engines, optional libraries.
+""",
+}
+"""The pages of commands that take no configuration."""
+
+EVAL = """usage: asyncrl eval RUN [--section.key value ...]
+       asyncrl eval --model PATH --env NAME [--n 8] [--section.key value ...]
+
+avg@n and pass@k with 95 % intervals, of what RUN has trained or of any model; responses are written to a file. What is
+measured and how: the keys of `eval`; sampling: those of `generation`; what is asked: those of `env` and `dataset`.
+"""
+
 OPTIONS = """usage: asyncrl {command} [options] [--section.key value ...]
 
   --config FILE          YAML or TOML; what the command line says wins
@@ -56,7 +92,7 @@ def general() -> str:
 
 def command(name: str, *, algo: type | None, env: type | None) -> str:
     """The page of train, sft or eval."""
-    parts = [OPTIONS.format(command=name)]
+    parts = [EVAL if name == "eval" else OPTIONS.format(command=name)]
     top, sections = [], []
     for key, kind in field_types(Config).items():
         if is_struct(kind):

@@ -76,7 +76,9 @@ def check_known(tree: Mapping[str, Any], struct: type, *, prefix: str = "", know
     for key, value in tree.items():
         path = f"{prefix}{key}"
         if key not in fields:
-            raise ValueError(f"unknown key {path!r}{nearest(path, known)}")
+            sections = [f"{prefix}{name}" for name, kind in fields.items() if is_struct(kind)]
+            near = difflib.get_close_matches(path, sections, n=1, cutoff=0.8)  # a section has no leaf of its name
+            raise ValueError(f"unknown key {path!r}{nearest(path, near or known)}")
         if is_struct(fields[key]):
             if not isinstance(value, Mapping):
                 raise ValueError(f"{path} is a section, got {value!r}")
@@ -126,6 +128,7 @@ def convert(tree: Mapping[str, Any], struct: type, *, section: str = "") -> Any:
         value, kind = _at(tree, struct, where)
         wanted = what.partition(",")[0].removeprefix("Expected ").replace("`", "")
         wanted = f"one of {type_text(kind)}" if what.startswith("Invalid enum") else wanted
+        wanted = "several values (--key a b, in a file [a, b])" if wanted == "array" else wanted
         raise ValueError(f"{'.'.join(p for p in (section, where) if p)}: expected {wanted}, got {value!r}") from None
 
 

@@ -28,6 +28,7 @@ from typing import Literal
 import msgspec
 
 from asyncrl.console import Console, waiting
+from asyncrl.notices import Notices
 from asyncrl.placement import VISIBLE, Placement, find_gpus, place
 from asyncrl.replay.server import read_address
 from asyncrl.roles import describe_exit
@@ -64,7 +65,7 @@ def launch(run: Run, *, ranks: RanksRole = "trainer") -> int:
     placement = place(find_gpus(), run.config.services)
     if placement.shared and run.config.weights.backend == "auto":
         run = _through_host_memory(run)
-    run.dir.mkdir(parents=True, exist_ok=True)
+    make_folder(run.dir)
     with _alone(run.dir):
         _prepare(run)
         return _supervise(run, placement, ranks)
@@ -107,6 +108,7 @@ class Supervision:
         self.ranks, self.address = ranks, ""
         self.ranks_left = run.config.services.trainer.procs
         self.warned: dict[str, float] = {}
+        self.notices = Notices()
 
     def run(self) -> int:
         """Consumes: exits and signals. Waits for: the trainer's end. Produces: restarts, the display, an exit code."""
@@ -144,8 +146,14 @@ class Supervision:
             self.restarts.remove(due)
             self.crew.start(due[1])
         self._warn_of_stalls()
-        self.console.update(self.poller.status, phase=self.poller.phase)
+        self._update()
         time.sleep(TICK_S)
+
+    def _update(self) -> None:
+        """Redraw, and say what is new and worth a line."""
+        new = self.console.update(self.poller.status, phase=self.poller.phase)
+        for line in [*self.notices.of_status(self.poller.status), *self.notices.of_rows(new)]:
+            self.console.note(f"asyncrl: {line}")
 
     def _start_server(self) -> None:
         self._phase("starting the replay server")
@@ -219,8 +227,8 @@ class Supervision:
         self.poller.close()
         self.crew.signal(signal.SIGTERM, "replay")
         self.crew.wait("replay", timeout_s=self.limits.stop_timeout_s / 2)
-        self.console.update(self.poller.status, phase=phase)
-        self._phase(phase)
+        self.poller.phase = phase
+        self._update()
 
     def _phase(self, phase: str) -> None:
         self.poller.phase = phase
@@ -281,6 +289,18 @@ def _alone(run_dir: Path) -> Iterator[None]:
         except OSError:
             raise ValueError(f"a run is going on in {run_dir}: see `asyncrl status {run_dir}`") from None
         yield
+
+
+def make_folder(run_dir: Path) -> None:
+    """The run folder, for its owner alone; one that is there keeps its permissions. Raises ValueError."""
+    try:
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(mode=0o700, exist_ok=True)
+        (run_dir / ".lock").touch()
+    except OSError as error:
+        raise ValueError(
+            f"the run folder {run_dir} cannot be used: {error.strerror}; choose another with --run-dir"
+        ) from None
 
 
 def _prepare(run: Run) -> None:

@@ -125,6 +125,8 @@ class Registry:
         near = difflib.get_close_matches(name, known, n=4)
         alike = [(-_similarity(name, k), not k.startswith(name[:2]), k) for k in near]  # equal: same beginning first
         hint = f"; did you mean {min(alike)[2]!r}?" if alike else ""
+        if name.endswith(".py"):
+            hint = f"; name the class in that file, as in {name}:MyClass"
         return f"no {self.kind} is called {name!r}{hint} (known: {', '.join(known)})"
 
 

@@ -139,11 +139,16 @@ def on_env(run: Run, env: Env, *, run_dir: Path) -> Run:
 
 
 def save(run: Run) -> None:
-    """Write config.yaml into the run folder, whole or not at all."""
+    """Write config.yaml into the run folder, whole or not at all. One that was there and differs becomes
+    config.000.yaml, config.001.yaml, ..."""
     run.dir.mkdir(parents=True, exist_ok=True)
+    path, text = run.dir / "config.yaml", dump(run)
+    if path.exists() and path.read_text() != text:  # a resume that changes something: what was is kept
+        before = sorted(run.dir.glob("config.*.yaml"))
+        (run.dir / f"config.{len(before):03}.yaml").write_text(path.read_text())
     temporary = run.dir / "config.yaml.part"
-    temporary.write_text(dump(run))
-    os.replace(temporary, run.dir / "config.yaml")
+    temporary.write_text(text)
+    os.replace(temporary, path)
 
 
 def dump(run: Run) -> str:
@@ -166,10 +171,45 @@ def resume(target: str, overrides: Mapping[str, Any] | None = None) -> Run:
     path = run_dir / "config.yaml"
     if not path.exists():
         raise ValueError(f"--resume {target}: {run_dir} is not a run folder, it has no config.yaml")
-    tree = _read(path)
+    tree = _named(_read(path))
+    before = keys.convert(tree, Config)
     for key, value in (overrides or {}).items():
         keys.put(tree, key, value)
-    return resolve(msgspec.structs.replace(keys.convert(_named(tree), Config), run_dir=str(run_dir)))
+    new_name = tree["env"]["name"]
+    if new_name != before.env["name"]:
+        raise ValueError(_kept(run_dir, "env.name", before.env["name"]))
+    run = resolve(msgspec.structs.replace(keys.convert(tree, Config), run_dir=str(run_dir)))
+    _refuse_changes(resolve(msgspec.structs.replace(before, run_dir=str(run_dir))), run)
+    return run
+
+
+def _refuse_changes(before: Run, after: Run) -> None:
+    """Raise ValueError for the first change that what is buffered, or the position in the data, does not survive."""
+    pairs: list[tuple[str, Any, Any]] = [
+        ("seed", before.config.seed, after.config.seed),
+        ("algo.n_samples", before.algo.n_samples, after.algo.n_samples),
+    ]
+    for section in ("env", "dataset", "model", "curriculum", "training.lora"):
+        old, new = (_leaves(run, section) for run in (before, after))
+        pairs += [(f"{section}.{key}", value, new.get(key)) for key, value in old.items()]
+    for key, was, wanted in pairs:
+        if was != wanted:
+            raise ValueError(_kept(after.dir, key, was))
+
+
+def _leaves(run: Run, section: str) -> dict[str, Any]:
+    """What a section of the configuration holds; nothing for one that is none."""
+    found: Any = run.config
+    for part in section.split("."):
+        found = getattr(found, part)
+    return msgspec.to_builtins(found) or {}
+
+
+def _kept(run_dir: Path, key: str, value: Any) -> str:
+    return (
+        f"--resume {run_dir} keeps {key} {value!r}: what is buffered and the position in the data depend on it; change "
+        "it in a new run"
+    )
 
 
 def import_all(targets: Iterable[str]) -> None:
@@ -185,13 +225,28 @@ def _newest_run() -> Path:
     return found[-1].parent
 
 
+class _Unique(yaml.SafeLoader):
+    """YAML in which a key that appears twice is an error: one of the two would be lost in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen and key.value != "<<":
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} appears twice", key.start_mark
+                )
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
 def _read(path: Path) -> keys.Tree:
     """A YAML or TOML file as a tree."""
     if not path.exists():
         raise ValueError(f"there is no configuration file {path}")
     try:
-        tree = tomllib.loads(path.read_text()) if path.suffix == ".toml" else yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, tomllib.TOMLDecodeError) as error:
+        text = path.read_text()
+        tree = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, _Unique)
+    except (yaml.YAMLError, tomllib.TOMLDecodeError, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     if tree is not None and not isinstance(tree, dict):
         raise ValueError(f"{path} must be a mapping of sections, got {type(tree).__name__}")

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.metrics import read_rows
+from asyncrl.notices import dropped
 
 EVERY_S = 1.0
 Row = dict[str, Any]
@@ -115,19 +116,22 @@ def describe(run_dir: Path) -> list[str]:
     if age_s > 10 and record["phase"] not in ("done", "failed", "interrupted"):
         lines.append(f"the launcher (process {record['launcher']}) has stopped writing: it is gone or stuck")
     if server:
-        lines += _server_lines(server)
+        lines += _server_lines(server, age_s)
     rows = read_rows(run_dir)
     if rows:
         lines.append(f"last step {rows[-1]['step']}, reward {rows[-1].get('reward/mean')}")
     return lines
 
 
-def _server_lines(server: Row) -> list[str]:
+def _server_lines(server: Row, age_s: float) -> list[str]:
     ledger = server.get("ledger", {})
     counts = ", ".join(f"{k.removeprefix('ledger/')} {v:.0f}" for k, v in ledger.items() if k.startswith("ledger/"))
     lines = [f"step {server.get('step')}, version {server.get('version')} live", f"groups: {counts}"]
+    for reason, n in dropped(ledger).items():
+        why = server.get("why_dropped", {}).get(reason)
+        lines.append(f"  dropped {n:.0f} {reason}" + (f"; the last: {why}" if why else ""))
     for p in server.get("processes", []):
-        about = f"  {p['role']} {p['index']}: heard {p['heard_s']:.0f} s ago"
+        about = f"  {p['role']} {p['index']}: heard {p['heard_s'] + age_s:.0f} s ago"
         if p["role"] == "generator":
             about += f", {p['leases']} groups"
         if p["role"] in ("generator", "reference"):

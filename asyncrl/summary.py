@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.metrics import read_rows
+from asyncrl.notices import dropped, skipped
 from asyncrl.plot import draw
 
 ENDS = 5
-"""The reward at either end of a run is the mean over this many steps."""
+"""The reward at either end of a run is the mean over this many steps, or over its half if it is shorter."""
 
 
 def summarise(run_dir: Path) -> list[str]:
@@ -28,7 +29,8 @@ def _what_happened(rows: list[dict[str, Any]]) -> str:
     parts = [f"{last['step']} steps in {last['time/elapsed_s']:.0f} s"]
     rewards = [r["reward/mean"] for r in rows if r.get("reward/mean") is not None]
     if rewards:
-        parts.append(f"reward {_mean(rewards[:ENDS]):.3f} -> {_mean(rewards[-ENDS:]):.3f}")
+        ends = max(1, min(ENDS, len(rewards) // 2))
+        parts.append(f"reward {_mean(rewards[:ends]):.3f} -> {_mean(rewards[-ends:]):.3f}")
     losses = [r["sft/loss"] for r in rows if r.get("sft/loss") is not None and r["step"]]
     if losses:
         parts.append(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
@@ -39,7 +41,10 @@ def _what_happened(rows: list[dict[str, Any]]) -> str:
     if "ledger/balance" in last:
         balanced = all(r.get("ledger/balance", 0) == 0 for r in rows)
         state = "closed at every step" if balanced else "DID NOT CLOSE"
-        parts.append(f"ledger of {last['ledger/started']:.0f} groups {state}")
+        gone = ", ".join(f"{n:.0f} {reason}" for reason, n in dropped(last).items())
+        parts.append(f"ledger of {last['ledger/started']:.0f} groups {state}" + (f" (dropped: {gone})" if gone else ""))
+    if unmoved := sum(skipped(row) for row in rows):
+        parts.append(f"{unmoved:.0f} STEPS CHANGED NOTHING: loss or gradient not finite")
     return "; ".join(parts)
 
 

@@ -9,6 +9,7 @@ import yaml
 
 from asyncrl.arguments import parse
 from asyncrl.cli import COMMANDS, main
+from asyncrl.settings import load, resolve, resume, save
 
 
 def run(capsys, *argv: str) -> tuple[int, str, str]:
@@ -181,3 +182,62 @@ def test_every_command_is_on_the_help_page(capsys):
     _, out, _ = run(capsys, "--help")
     assert [c for c in COMMANDS if f"asyncrl {c}" not in out] == []
     assert [c for c in ("sft", "eval", "keys") if f"asyncrl {c}" in out and c not in COMMANDS] == []
+
+
+@pytest.mark.parametrize("argv", [[name, "--help"] for name in COMMANDS] + [["envs", "check", "--help"], ["--version"]])
+def test_every_command_has_a_page_and_exit_code_0(capsys, argv):
+    code, out, err = run(capsys, *argv)
+    assert (code, err) == (0, "")
+    assert out.startswith("asyncrl 0." if argv == ["--version"] else f"usage: asyncrl {argv[0]}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("--seed", "5", "seed 0"),
+        ("--algo.n-samples", "4", "algo.n_samples 8"),
+        ("--env.digits", "7", "env.digits 5"),
+        ("--env", "token_reversal", "env.name 'sort_digits'"),
+        ("--training.lora.rank", "4", "training.lora.rank 0"),
+    ],
+)
+def test_a_resume_refuses_what_the_buffer_and_the_data_do_not_survive(capsys, tmp_path, key, value, named):
+    save(resolve(load(None, {"run_dir": str(tmp_path)})))
+    before = (tmp_path / "config.yaml").read_text()
+    code, _, err = run(capsys, "train", "--resume", str(tmp_path), key, value, "--dry-run")
+    assert code == 2
+    assert f"--resume {tmp_path} keeps {named}" in err
+    assert (tmp_path / "config.yaml").read_text() == before
+
+
+def test_a_resume_with_other_settings_keeps_the_former_ones_beside_them(tmp_path):
+    save(resolve(load(None, {"run_dir": str(tmp_path)})))
+    first = (tmp_path / "config.yaml").read_text()
+    for steps in (7, 8):
+        save(resume(str(tmp_path), {"training.steps": steps}))
+    assert (tmp_path / "config.000.yaml").read_text() == first
+    assert yaml.safe_load((tmp_path / "config.001.yaml").read_text())["training"]["steps"] == 7
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["training"]["steps"] == 8
+
+
+def test_files_and_folders_that_cannot_be_used_are_one_line(capsys, tmp_path):
+    twice, binary, taken = tmp_path / "twice.yaml", tmp_path / "binary.yaml", tmp_path / "taken"
+    twice.write_text("seed: 1\ntraining: {steps: 3}\nseed: 2\n")
+    binary.write_bytes(b"\xff\xfe\x00")
+    taken.write_text("a file")
+    for argv, said in (
+        (["--config", str(twice)], "the key 'seed' appears twice"),
+        (["--config", str(binary)], "binary.yaml cannot be read"),
+        (["--config", str(tmp_path)], "cannot be read: [Errno 21]"),
+        (["--run-dir", str(taken)], f"the run folder {taken} cannot be used"),
+        (["--run-dir", "/proc/none"], "the run folder /proc/none cannot be used"),
+    ):
+        code, _, err = run(capsys, "train", *argv)
+        assert (code, err.count("\n")) == (2, 1)
+        assert said in err
+
+
+def test_a_misspelt_section_is_answered_with_a_section(capsys):
+    for key in ("trainning.steps", "trainings.steps"):
+        _, _, err = run(capsys, "train", f"--{key}", "3")
+        assert "did you mean 'training'?" in err

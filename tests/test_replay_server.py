@@ -78,6 +78,30 @@ def test_a_process_with_two_connections_is_listed_once(tmp_path: Path) -> None:
         second.close()
 
 
+def test_what_a_drop_says_is_shown_and_ends_a_run_in_which_everything_fails(tmp_path: Path) -> None:
+    run = make_run(str(tmp_path), training={"batch_size": 2}, target_lag=100, capacity_groups=1000, max_filtered=200)
+
+    def work() -> None:
+        with serving(run) as made:
+            trainer = ReplayClient(made.address, role="trainer")
+            trainer.publish(version=0, step=0)
+
+            async def fail(client: AsyncReplayClient) -> None:
+                await client.hello()
+                for number, lease in enumerate(await client.lease(50)):
+                    await client.drop(lease.id, "reward_error", why=f"RuntimeError: boom {number} " + "x" * 9999)
+                    if number == 0:
+                        status = await asyncio.to_thread(trainer.status)
+                        assert status["why_dropped"]["reward_error"].startswith("RuntimeError: boom 0 xxx")
+
+            with pytest.raises(RuntimeError, match="40 reward_error"):
+                run_async(fail, made.address)
+            trainer.close()
+
+    with pytest.raises(RuntimeError, match=r"40 leases in a row .* the last reward_error: RuntimeError: boom 39"):
+        work()
+
+
 def test_parked_requests_are_answered_by_the_change_they_wait_for(tmp_path: Path) -> None:
     run = make_run(str(tmp_path), training={"batch_size": 1}, target_lag=0)
     with serving(run) as made:

@@ -49,7 +49,14 @@ class Client(Protocol):
     async def insert(self, group: Group) -> bool: ...
 
     async def drop(
-        self, lease_id: int, reason: str, *, num_tokens: int = 0, reward: float = nan, length: float = nan
+        self,
+        lease_id: int,
+        reason: str,
+        *,
+        num_tokens: int = 0,
+        reward: float = nan,
+        length: float = nan,
+        why: str = "",
     ) -> None: ...
 
 
@@ -141,15 +148,15 @@ class RolloutLoop:
             raise
         except Exception as error:  # noqa: BLE001 the boundary to an environment's code: a failed rollout is data
             self._log(lease, error)
-            await self._drop(lease, _reason(error), siblings)
+            await self._drop(lease, _reason(error), siblings, why=_in_words(error))
             return
         if self._algo.keep(group.rewards_G):
             await self._client.insert(group)
         else:
             await self._drop(lease, "filtered", siblings)
 
-    async def _drop(self, lease: Lease, reason: str, siblings: Siblings) -> None:
-        await self._client.drop(lease.id, reason, num_tokens=siblings.num_tokens, **siblings.means())
+    async def _drop(self, lease: Lease, reason: str, siblings: Siblings, why: str = "") -> None:
+        await self._client.drop(lease.id, reason, num_tokens=siblings.num_tokens, why=why, **siblings.means())
 
     def _generate(self, prompt: Prompt, sample: int) -> EngineGenerate:
         seed = (self._config.seed, prompt.id, sample)
@@ -213,3 +220,9 @@ class RolloutLoop:
 
 def _reason(error: Exception) -> str:
     return next(reason for kind, reason in REASONS if isinstance(error, kind))
+
+
+def _in_words(error: Exception) -> str:
+    """The error in one line; an exception that is not ours names its kind."""
+    text = " ".join(str(error).split())
+    return text if type(error).__module__.startswith("asyncrl") else f"{type(error).__name__}: {text}"

@@ -28,6 +28,8 @@ from asyncrl.replay.messages import Lease, Welcome
 from asyncrl.replay.seal import unseal
 from asyncrl.types import Group
 
+WHY = 300
+"""Characters of a drop's explanation that travel."""
 ASK_AGAIN_S = 1.0
 """A missing reply is asked after this often."""
 SILENCE_S = 120.0
@@ -302,10 +304,19 @@ class AsyncReplayClient:
         return done.accepted
 
     async def drop(
-        self, lease_id: int, reason: str, *, num_tokens: int = 0, reward: float = nan, length: float = nan
+        self,
+        lease_id: int,
+        reason: str,
+        *,
+        num_tokens: int = 0,
+        reward: float = nan,
+        length: float = nan,
+        why: str = "",
     ) -> None:
         """The lease ends without a group. `num_tokens` were sampled for nothing; reward and length: means, if known."""
-        body = messages.Drop(lease_id=lease_id, reason=reason, num_tokens=num_tokens, reward=reward, length=length)
+        body = messages.Drop(
+            lease_id=lease_id, reason=reason, num_tokens=num_tokens, reward=reward, length=length, why=why[:WHY]
+        )
         await self._call(body, messages.Done)
         self._held.discard(lease_id)
 

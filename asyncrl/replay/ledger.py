@@ -13,6 +13,8 @@ import msgspec
 
 MAX_REASONS = 64
 """Reasons that are counted by name; a client with more of them fills one more."""
+FEW = 32
+"""Failures in a row that never end a run whose limit is higher."""
 
 
 class Account(msgspec.Struct, kw_only=True):
@@ -77,8 +79,10 @@ class EndlessRejection(RuntimeError):
 
 
 def refuse_endless(rejected: Counter[str], limit: int) -> None:
-    """Raise EndlessRejection when `limit` leases in a row, counted by reason, ended without a group."""
-    if rejected.total() < limit:
+    """Raise EndlessRejection when `limit` leases in a row, counted by reason, ended without a group, or a tenth of it
+    by failures: those are not chance, and a user should hear of them soon."""
+    failed = rejected.total() - rejected["filtered"]
+    if rejected.total() < limit and failed < max(limit // 10, min(limit, FEW)):
         return
     reasons = ", ".join(f"{n} {r}" for r, n in rejected.most_common())
     raise EndlessRejection(

@@ -64,6 +64,8 @@ class Drop(_Message):
     num_tokens: Count = 0
     reward: float = nan
     length: float = nan
+    why: Text = ""
+    """The reason in full, as the environment's error says it; the last of each reason is shown."""
 
 
 class Heartbeat(_Message):

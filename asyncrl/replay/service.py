@@ -14,7 +14,7 @@ from typing import Any
 from asyncrl.config import SuperviseConfig
 from asyncrl.replay import diagnosis, messages, wire
 from asyncrl.replay.buffer import Buffer
-from asyncrl.replay.ledger import Means
+from asyncrl.replay.ledger import MAX_REASONS, EndlessRejection, Means
 from asyncrl.replay.parcel import Parcel, parcel_of
 from asyncrl.replay.peers import Peer, Peers
 from asyncrl.replay.seal import Damaged, Payload, unseal
@@ -66,6 +66,8 @@ class Service:
     """key -> (value, incarnation of who announced it)."""
     earned: Means = field(default_factory=Means)
     """Rewards of all groups that came to a good end since the last batch was taken, filtered ones included."""
+    why_dropped: dict[str, str] = field(default_factory=dict)
+    """reason -> what the last drop for it said."""
     outbox: list[Outgoing] = field(default_factory=list)
     malformed: int = 0
     """Messages that could not be read."""
@@ -130,6 +132,7 @@ class Service:
             "finished": buffer.finished,
             "exhausted": buffer.exhausted,
             "ledger": buffer.accounts(),
+            "why_dropped": self.why_dropped,
             "buffered": len(buffer.buffered),
             "buffered_bytes": buffer.bytes_buffered,
             "room": buffer.room(),
@@ -244,9 +247,15 @@ class Service:
     def _drop(self, body: messages.Drop) -> bool:
         if body.reason == "filtered" and body.lease_id in self.buffer.leased:
             self.earned.add(length=body.length, reward=body.reward)
-        return self.buffer.drop(
-            body.lease_id, body.reason, num_tokens=body.num_tokens, reward=body.reward, length=body.length
-        )
+        if body.why and (body.reason in self.why_dropped or len(self.why_dropped) < MAX_REASONS):
+            self.why_dropped[body.reason] = body.why
+        try:
+            return self.buffer.drop(
+                body.lease_id, body.reason, num_tokens=body.num_tokens, reward=body.reward, length=body.length
+            )
+        except EndlessRejection as error:
+            last = "".join(f"; the last {reason}: {why}" for reason, why in self.why_dropped.items())
+            raise EndlessRejection(f"{error}{last}") from None
 
     def _take(self, waiting: Waiting, body: messages.Take, now: float) -> tuple[messages.Taken, list[Parcel]] | None:
         parcels = self.buffer.take(step=body.step, num_groups=body.num_groups, version=body.version)

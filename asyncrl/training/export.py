@@ -62,5 +62,7 @@ def _write(
     shutil.rmtree(temporary, ignore_errors=True)
     model.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
+    for file in temporary.iterdir():
+        file.chmod(0o644)  # the weights come out as 0600: a model that is copied elsewhere is for others to serve
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(temporary, folder)

@@ -1,0 +1,63 @@
+"""What a person should hear of while a run goes on: groups that failed, steps that were skipped. Pure; the launcher
+says it, the summary and `asyncrl status` repeat it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+Row = dict[str, Any]
+
+ORDINARY = frozenset({"filtered", "expired", "stale", "aborted"})
+"""Reasons for which groups are dropped in a run that is well."""
+GROWTH = 10
+"""What was said is said again once there is so many times more of it."""
+
+
+class Notices:
+    """Each notice at its first occurrence, and again when its number has grown GROWTH times."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, float] = {}
+        self._skipped = 0.0
+
+    def of_status(self, status: Row) -> list[str]:
+        """Groups that failed, with the last error of each kind, as the replay server knows them."""
+        counts = {r: n for r, n in dropped(status.get("ledger", {})).items() if r not in ORDINARY}
+        why = status.get("why_dropped", {})
+        return [
+            f"{n:.0f} {'group was' if n == 1 else 'groups were'} dropped, {reason}{_last(why.get(reason))}"
+            for reason, n in counts.items()
+            if self._news(reason, n)
+        ]
+
+    def of_rows(self, rows: Iterable[Row]) -> list[str]:
+        """Steps that changed nothing because something was not finite."""
+        lines = []
+        for row in rows:
+            self._skipped += skipped(row)
+            if skipped(row) and self._news("skipped", self._skipped):
+                lines.append(f"step {row['step']} changed nothing: its loss or a gradient was not finite")
+        return lines
+
+    def _news(self, key: str, number: float) -> bool:
+        if number < GROWTH * self._said.get(key, 1 / GROWTH):
+            return False
+        self._said[key] = number
+        return True
+
+
+def dropped(ledger: Row) -> dict[str, float]:
+    """Groups by the reason for which they were dropped, of a row or of the server's ledger; the most first."""
+    counts = {k.removeprefix("dropped/"): float(v) for k, v in ledger.items() if k.startswith("dropped/") and v}
+    return dict(sorted(counts.items(), key=lambda pair: -pair[1]))
+
+
+def skipped(row: Row) -> float:
+    """Optimiser steps of a row that were not taken although there were tokens to train on."""
+    return float(row.get("optimizer/skipped") or 0.0) if row.get("tokens/trained") else 0.0
+
+
+def _last(why: str | None) -> str:
+    return f"; the last: {why}" if why else ""

@@ -1,0 +1,30 @@
+"""What is said while a run goes on: each thing once, and again when there is ten times more of it."""
+
+from asyncrl.notices import Notices, dropped, skipped
+
+
+def status(**counts: int) -> dict:
+    return {
+        "ledger": {"ledger/dropped": 1.0, **{f"dropped/{reason}": n for reason, n in counts.items()}},
+        "why_dropped": {"too_long": "an episode of 70 tokens exceeds training.seq_len 64"},
+    }
+
+
+def test_failures_are_said_once_and_again_when_they_have_grown_tenfold() -> None:
+    notices = Notices()
+    said = [notices.of_status(status(too_long=n)) for n in (1, 2, 9, 10, 99, 100)]
+    assert [len(lines) for lines in said] == [1, 0, 0, 1, 0, 1]
+    assert said[0] == ["1 group was dropped, too_long; the last: an episode of 70 tokens exceeds training.seq_len 64"]
+
+
+def test_groups_that_are_dropped_in_the_ordinary_way_are_not_said() -> None:
+    notices = Notices()
+    assert notices.of_status(status(filtered=500, expired=3, stale=2, aborted=1)) == []
+    assert notices.of_status({}) == []
+    assert list(dropped(status(filtered=5, too_long=7)["ledger"])) == ["too_long", "filtered"]
+
+
+def test_a_step_that_changed_nothing_is_said_unless_there_was_nothing_to_train_on() -> None:
+    rows = [{"step": step, "optimizer/skipped": 1.0, "tokens/trained": tokens} for step, tokens in ((1, 0.0), (2, 5.0))]
+    assert [skipped(row) for row in rows] == [0.0, 1.0]
+    assert Notices().of_rows(rows) == ["step 2 changed nothing: its loss or a gradient was not finite"]

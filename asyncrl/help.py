@@ -44,7 +44,8 @@ A line for each algorithm, or the page of one: its formula, its keys with defaul
 """,
     "envs": """usage: asyncrl envs [NAME ... | check NAME] [--import MODULE] [--env.key value ...]
 
-A line for each environment, the page of one, or a check of one: prompts, masks, rewards and timings with a scripted model.
+A line for each environment, the page of one, or a check of one: prompts, masks, rewards and timings, with a scripted
+model.
 """,
     "plot": """usage: asyncrl plot RUN
 

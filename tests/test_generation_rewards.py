@@ -69,12 +69,14 @@ def test_a_score_that_ends_its_process_fails_alone(tmp_path):
 
 def test_a_score_that_hangs_is_killed_and_its_worker_replaced(tmp_path):
     async def use(pool):
-        with pytest.raises(RewardTimeout, match="longer than 1 s"):
+        with pytest.raises(RewardTimeout, match="longer than 2 s"):
             await pool.score("", of("hang"))
         assert await pool.score("abc", of("good")) == 1.0
-        assert len(workers()) == 1
+        async with asyncio.timeout(30):
+            while len(workers()) != 1:  # the killed one may take a moment to be gone
+                await asyncio.sleep(0.01)
 
-    use_pool(tmp_path, use, timeout_s=1.0)
+    use_pool(tmp_path, use, timeout_s=2.0)
     assert not workers()
 
 

@@ -224,6 +224,7 @@ def bare_producer(address: str, index: int, sockets: int, kilobytes: int, stop: 
 def bare_consumer(address: str, journal: bool) -> Callable[[], int]:
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 0)
     dealer.connect(address)
 
     def take() -> int:

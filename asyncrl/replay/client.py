@@ -22,7 +22,7 @@ import numpy as np
 import zmq
 
 from asyncrl.replay import messages, wire
-from asyncrl.replay.dealer import connect
+from asyncrl.replay.dealer import LINGER_MS, connect
 from asyncrl.replay.keys import CurveKeys
 from asyncrl.replay.messages import Lease, Welcome
 from asyncrl.replay.seal import unseal
@@ -194,7 +194,7 @@ class ReplayClient:
 
     def close(self) -> None:
         """Close the socket at once."""
-        self._socket.close(linger=200)
+        self._socket.close(linger=LINGER_MS)
         self._context.term()
 
     def _call(self, body: messages.Request, expected: type[M]) -> M:
@@ -332,7 +332,7 @@ class AsyncReplayClient:
         """Close the socket at once."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._fd)
-        self._socket.close(linger=200)
+        self._socket.close(linger=LINGER_MS)
         self._context.term()
 
     async def _call(

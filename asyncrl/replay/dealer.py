@@ -12,6 +12,8 @@ import zmq
 from asyncrl.replay import wire
 from asyncrl.replay.keys import CurveKeys, secure_client
 
+LINGER_MS = 200
+"""What is unsent when a client closes may take this long."""
 S = TypeVar("S", bound=zmq.Socket)
 
 
@@ -20,6 +22,7 @@ def connect(context: zmq.Context[S], address: str, curve: CurveKeys | None, *, m
     that `most_queued` messages (0: no bound) have not left yet."""
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.SNDHWM, most_queued)
+    dealer.setsockopt(zmq.LINGER, LINGER_MS)  # also when it is collected unclosed: its context waits for what is unsent
     dealer.setsockopt(zmq.IMMEDIATE, 1)  # queue only for a server that is there; what waits here waits once
     dealer.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
     dealer.setsockopt(zmq.RECONNECT_IVL, 100)

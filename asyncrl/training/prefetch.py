@@ -46,13 +46,15 @@ class Prefetch:
     def _work(self) -> None:
         """Consumes steps; waits for the replay server's batch, at most limit_s; unblocked by it or by its failure;
         produces a batch or the exception, once per step."""
-        while (step := self._steps.get()) is not None:
-            try:
-                taken = self._client.take(
-                    step=step, num_groups=self._num_groups, version=step - 1, timeout_s=self._limit_s
-                )
-            except Exception as error:  # noqa: BLE001 (a thread's boundary: the trainer's thread raises it)
-                self._results.put(error)
-                return
-            self._results.put(taken)
-        self._client.close()
+        try:
+            while (step := self._steps.get()) is not None:
+                try:
+                    taken = self._client.take(
+                        step=step, num_groups=self._num_groups, version=step - 1, timeout_s=self._limit_s
+                    )
+                except Exception as error:  # noqa: BLE001 (a thread's boundary: the trainer's thread raises it)
+                    self._results.put(error)
+                    return
+                self._results.put(taken)
+        finally:  # here: a client that is collected unclosed can wait for its own socket for ever
+            self._client.close()

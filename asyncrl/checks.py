@@ -10,6 +10,8 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from asyncrl.model_check import check_model
+
 if TYPE_CHECKING:
     from asyncrl.settings import Run
 
@@ -31,6 +33,7 @@ def check(run: Run) -> None:
         _sampling,
         _addresses,
         _trackers,
+        _model,
     ):
         refuse(run)
     run.algo.check(training=run.config.training, replay=run.config.replay)
@@ -107,6 +110,10 @@ def _lengths(run: Run) -> None:
             f"training.tokens_per_micro_batch {budget} is below training.seq_len {seq_len}: the longest sequence would "
             f"fit in no micro-batch; raise it to at least {seq_len}"
         )
+
+
+def _model(run: Run) -> None:
+    check_model(run.config.model.path)
 
 
 def _proximal(run: Run) -> None:

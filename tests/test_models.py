@@ -1,8 +1,15 @@
 """The tiny model and loading by path."""
 
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 
+from asyncrl.cli import main
+from asyncrl.model_check import check_model
 from asyncrl.models import CHARACTERS, build_model, load_tokenizer, save_tiny, tiny_config
 
 
@@ -72,3 +79,53 @@ def test_an_unknown_path_is_a_value_error_that_names_it(monkeypatch):
         build_model("./no-such-folder", dtype=torch.float32)
     with pytest.raises(ValueError, match="no-such-folder"):
         load_tokenizer("./no-such-folder")
+
+
+def cut_off(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100_000])
+
+
+def list_a_shard_that_is_missing(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"w": "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (shutil.rmtree, "there is no folder"),
+        (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "holds no tokenizer"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "holds no weights"),
+        (cut_off, "model.safetensors is damaged or cut off"),
+        (list_a_shard_that_is_missing, "model-00001-of-00001.safetensors is missing"),
+    ],
+)
+def test_a_folder_that_is_no_whole_model_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], object], complaint: str
+) -> None:
+    model, run_dir = save_tiny(tmp_path / "model"), tmp_path / "run"
+    check_model(str(model))
+    damage(model)
+    capsys.readouterr()  # the progress of saving
+    for command in (["train"], ["train", "--dry-run"], ["eval"]):
+        assert main([*command, "--model", str(model), "--run-dir", str(run_dir)]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        assert "model.path" in said
+        assert complaint in said
+        assert not run_dir.exists()
+
+
+def test_a_name_that_is_neither_a_folder_nor_in_the_cache_is_refused_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"model\.path: there is no folder nobody/nothing.*offline"):
+        check_model("nobody/nothing")
+    for path in ("./nothing", "/no/where", "a/b/c", "~/x"):
+        with pytest.raises(ValueError, match=r"model\.path: there is no folder [^,]*$"):
+            check_model(path)

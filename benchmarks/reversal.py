@@ -33,14 +33,11 @@ class Task:
     length: int = 3
     prompts: int = 32
     group: int = 8
-    distractors: int = 0
-    """Further tokens that the policy can write and that are always wrong."""
 
     @property
     def shape(self) -> Shape:
         """The policy: the separator after the prompt is one more symbol, which is never a right answer."""
-        outputs = self.symbols + self.distractors
-        return Shape(vocab=max(self.symbols + 1, outputs), outputs=outputs, positions=2 * self.length)
+        return Shape(vocab=self.symbols + 1, outputs=self.symbols, positions=2 * self.length)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -204,7 +204,7 @@ def main() -> None:
     torch.manual_seed(0)
     if options.engine:
         for label in options.algorithms:
-            compare(options, label, _command(label), make_algorithm(label))
+            compare(options, label, _command(label))
         return
     cells = [
         Cell(algorithm=a, reward=r, depth=d, lr=lr, seed=s)

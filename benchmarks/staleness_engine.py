@@ -2,9 +2,8 @@
 
 `staleness.py --engine` calls `compare`. Each lag is one `asyncrl train`: replay server, generator and trainer as
 processes of their own, a two-layer Qwen3 of random weights with as many symbols as the task has. The generator runs
-ahead until the limiter holds it, so the lag is what comes out, not what is put in; it is measured, and the queue of
-`reversal.py` is then set to its mean. Success is that of the batch that is trained, in both. Never trains in this
-process anything but the queue's policies.
+ahead until the limiter holds it, so the lag is what comes out, not what is put in; it is measured, and `forced.py`,
+which has the same model and parts, is then set to its mean. Success is that of the batch that is trained, in both.
 """
 
 from __future__ import annotations
@@ -17,12 +16,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+import forced
 import numpy as np
 import torch
-from reversal import Cell, Stack, Task, steps_to
+from reversal import Task, steps_to
 
-from asyncrl.algorithm import Algorithm
+from asyncrl.arguments import parse
 from asyncrl.metrics import read_rows
+from asyncrl.settings import load, resolve
 
 SPECIAL = ("<|pad|>", "<|eos|>", "<|unk|>", "=")
 """Tokens of the engine's model that are no symbol: answers that are always wrong."""
@@ -30,23 +31,25 @@ LATE = 20
 """Final success is the mean over the last batches."""
 
 
-def compare(options: argparse.Namespace, label: str, command: list[str], algorithm: Algorithm) -> None:
+def compare(options: argparse.Namespace, label: str, command: list[str]) -> None:
     """Train by the engine at each of `options.lags`, then by the queue at the lags measured; print both, and JSON.
 
     `command` is what chooses `algorithm` on the command line.
     """
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        model = save_model(Path(folder) / "model", options.task)
+    rows, twins = [], {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        keys = _keys(options, save_model(folder / "model", options.task))
         for lag in options.lags:
             for seed in range(options.engine_seeds):
-                run_dir = Path(folder) / f"lag-{lag}-{seed}"
-                rows.append(_by_engine(options, command, model, run_dir, lag=lag, seed=seed))
+                rows.append(_by_engine(keys, command, folder / f"lag-{lag}-{seed}", lag=lag, seed=seed))
                 print(f"target lag {lag}, seed {seed}: {json.dumps(rows[-1])}", flush=True)
-    forced = _by_queue(options, label, algorithm, sorted({round(row["lag"]) for row in rows}))
+        for depth in sorted({round(row["lag"]) for row in rows}):
+            twins[str(depth)] = _by_force(keys, command, folder, depth=depth, seeds=options.engine_seeds)
+            print(f"forced lag {depth}: {json.dumps(twins[str(depth)])}", flush=True)
     print(f"\n{label}, lr {options.lrs[0]:g}, {options.steps} steps")
-    print(_table(rows, forced))
-    print(json.dumps({"engine": rows, "forced": forced}))
+    print(_table(rows, twins))
+    print(json.dumps({"engine": rows, "forced": twins}))
 
 
 def save_model(folder: Path, task: Task) -> Path:
@@ -76,23 +79,31 @@ def _letters(task: Task) -> str:
     return "abcdefghijklmnopqrstuvwxyz"[: task.symbols]
 
 
-def _by_engine(
-    options: argparse.Namespace, command: list[str], model: Path, run_dir: Path, *, lag: int, seed: int
-) -> dict[str, float | None]:
-    """One run of the engine. Raises RuntimeError with its last lines when it fails."""
+def _keys(options: argparse.Namespace, model: Path) -> dict[str, object]:
+    """The configuration that the engine and the forced lag share."""
     task: Task = options.task
-    keys: dict[str, object] = {
+    return {
         "model": model, "env": "token_reversal", "env.length": task.length, "env.alphabet": task.symbols,
-        "seed": seed, "run-dir": run_dir, "algo.n-samples": task.group, "algo.dynamic-sampling": "false",
+        "algo.n-samples": task.group, "algo.dynamic-sampling": "false",
         "training.steps": options.steps, "training.batch-size": task.prompts, "training.learning-rate": options.lrs[0],
         "training.seq-len": 32, "training.tokens-per-micro-batch": 8192, "training.dtype": "float32",
-        "replay.target-lag": lag, "generation.engine": "local", "generation.dtype": "float32",
+        "generation.engine": "local", "generation.dtype": "float32",
         "generation.device": "cpu", "generation.max-tokens": task.length,
         "generation.max-groups": 2 * task.prompts, "generation.max-concurrency": 2 * task.prompts * task.group,
         "weights.bucket-bytes": 1 << 20, "services.trainer.with-gpus": "false", "checkpoint.every": 0,
-        "checkpoint.export": "false", "metrics.trackers": '["jsonl"]', "metrics.trace": "false",
+        "checkpoint.export": "false", "metrics.trackers": "jsonl", "metrics.trace": "false",
     }  # fmt: skip
-    argv = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+
+
+def _words(keys: dict[str, object]) -> list[str]:
+    return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+
+
+def _by_engine(
+    keys: dict[str, object], command: list[str], run_dir: Path, *, lag: int, seed: int
+) -> dict[str, float | None]:
+    """One run of the engine. Raises RuntimeError with its last lines when it fails."""
+    argv = _words({**keys, "seed": seed, "run-dir": run_dir, "replay.target-lag": lag})
     done = subprocess.run(
         [sys.executable, "-m", "asyncrl", "train", *command, *argv],
         capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -113,26 +124,18 @@ def _by_engine(
     }
 
 
-def _by_queue(
-    options: argparse.Namespace, label: str, algorithm: Algorithm, depths: list[int]
-) -> dict[str, list[dict[str, float | None]]]:
-    """The same by a forced lag, `options.seeds` seeds per depth."""
-    cells = [
-        Cell(algorithm=label, reward="exact", depth=depth, lr=options.lrs[0], seed=seed)
-        for depth in depths
-        for seed in range(options.seeds)
-    ]
-    task = Task(**{**vars(options.task), "distractors": len(SPECIAL)})
-    stack = Stack(cells, {label: algorithm}, task=task, minibatches=1, device=options.device)
-    stack.fill()
-    fresh = torch.stack([stack.step(step)["success"] for step in range(options.steps)]).cpu().numpy()
-    out: dict[str, list[dict[str, float | None]]] = {}
-    for i, cell in enumerate(cells):
-        # What is trained at a step was fresh `depth` steps ago; before that, it is the initial policy's.
-        trained = np.concatenate([fresh[:1, i].repeat(cell.depth), fresh[: options.steps - cell.depth, i]])
-        row = {"seed": cell.seed, "final": round(float(trained[-LATE:].mean()), 4)}
-        out.setdefault(str(cell.depth), []).append(row | {"steps_to_0.9": steps_to(trained, 0.9)})
-    return out
+def _by_force(
+    keys: dict[str, object], command: list[str], folder: Path, *, depth: int, seeds: int
+) -> list[dict[str, float | None]]:
+    """The same run at a forced lag, one row per seed."""
+    rows = []
+    for seed in range(seeds):
+        told = {**keys, "seed": seed, "run-dir": str(folder / f"forced-{depth}-{seed}")}
+        run = resolve(load(None, parse(["train", *command, *_words(told)]).overrides))
+        success = forced.train(run, depth)
+        final = round(float(success[-LATE:].mean()), 4)
+        rows.append({"seed": seed, "final": final, "steps_to_0.9": steps_to(success, 0.9)})
+    return rows
 
 
 def _table(rows: list[dict], forced: dict[str, list[dict]]) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -13,7 +14,9 @@ from asyncrl.config import Config, ReplayConfig, TrainingConfig
 from asyncrl.env import Env
 from asyncrl.replay import server, wire
 from asyncrl.replay.buffer import Buffer
+from asyncrl.replay.client import AsyncReplayClient
 from asyncrl.replay.limiter import Limits, make_limits
+from asyncrl.replay.messages import Lease
 from asyncrl.replay.parcel import Parcel, parcel_of
 from asyncrl.replay.samplers import SAMPLERS
 from asyncrl.types import Episode, Group, Prompt
@@ -108,3 +111,21 @@ def serving(run: object, bind: str = "tcp://127.0.0.1:*") -> Iterator[server.Ser
         made.close()
         if errors:
             raise errors[0]
+
+
+def run_async(work: Callable[[AsyncReplayClient], Awaitable[object]], address: str, *, index: int = 0) -> object:
+    """One coroutine with a client of its own, bounded."""
+
+    async def main() -> object:
+        client = AsyncReplayClient(address, index=index)
+        try:
+            return await asyncio.wait_for(work(client), 30)
+        finally:
+            client.close()
+
+    return asyncio.run(main())
+
+
+async def answer(client: AsyncReplayClient, leases: list[Lease]) -> None:
+    for lease in leases:
+        assert await client.insert(make_group(lease.id, versions=[lease.version], prompt_id=lease.prompt.id))

@@ -101,9 +101,9 @@ def envs(args: Arguments) -> int:
     from asyncrl.settings import import_all
 
     imports = args.overrides.pop("imports", [])
-    import_all(imports)
     if args.names[:1] == ["check"] and len(args.names) == 2:
         return _check_environment(args.names[1], args.overrides, imports)
+    import_all(imports)
     _no_overrides(args)
     if args.names:
         print("\n\n".join(page(name) for name in args.names), end="")
@@ -113,16 +113,27 @@ def envs(args: Arguments) -> int:
 
 
 def _check_environment(target: str, overrides: dict[str, Any], imports: list[str]) -> int:
-    from asyncrl.env_check import check
-    from asyncrl.settings import load, resolve
+    from asyncrl.env_trial import Trial, try_out
 
+    limit_s = _seconds("timeout_s", overrides.pop("timeout_s", None))
     stray = [key for key in overrides if not key.startswith(("env.", "dataset."))]
     if stray:
-        raise ValueError(f"asyncrl envs check takes --env.key and --dataset.key options, got --{stray[0]}")
-    build = lambda: resolve(load(None, {**overrides, "env.name": target})).env  # noqa: E731
-    report = check(target, build=build, imports=imports)
-    print(report)
-    return 0 if report.ok else 1
+        raise ValueError(f"asyncrl envs check takes --env.key, --dataset.key and --timeout-s options, got --{stray[0]}")
+    trial = Trial(target=target, overrides=overrides, imports=imports, limit_s=limit_s)
+    return 0 if try_out(trial) else 1
+
+
+def _seconds(option: str, given: Any) -> float:
+    """A bound as it stands on the command line."""
+    from asyncrl.env_check import LIMIT_S
+
+    try:
+        seconds = LIMIT_S if given is None else float(given)
+    except (TypeError, ValueError):
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"--{option.replace('_', '-')} must be a number of seconds above 0, got {given!r}")
+    return seconds
 
 
 def evaluate(args: Arguments) -> int:

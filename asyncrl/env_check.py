@@ -1,8 +1,8 @@
 """Does an environment work? Runs it for a few prompts with a scripted model and says in plain words what is wrong.
 
-`asyncrl envs check TARGET` prints the report; tests call `check`. No engine and no model: what the environment calls a
-reference is played against it and must score full marks, nonsense must score less, and the masks are compared with what
-the scripted model really said.
+`asyncrl envs check TARGET` runs it in a process of its own (env_trial.py), since an environment may hang or end its
+process; tests call `check`. No engine and no model: what the environment calls a reference is played against it and
+must score full marks, nonsense must score less, and the masks are compared with what the scripted model really said.
 """
 
 from __future__ import annotations
@@ -27,28 +27,51 @@ import asyncrl.envs
 from asyncrl import keys
 from asyncrl.chat import Chat
 from asyncrl.env import Env
+from asyncrl.models import tiny_tokenizer
 from asyncrl.registry import ENVS
 from asyncrl.scripted import OutOfScript, Scripted, byte_tokenizer, play
+from asyncrl.settings import import_all, load
 from asyncrl.types import NOT_SAMPLED, Episode, Prompt
 
 NONSENSE = "zzz?"
 MAX_TURNS = 200
-ROLLOUT_LIMIT_S = 60.0
 SLOW_S = 1.0
+LIMIT_S = 30.0
+"""Default bound of every single step: building, reading prompts, one rollout."""
+OURS_S = 120.0
+"""Least bound of a step that is not the environment's own: the first import of big libraries takes a while."""
+MARKS = {"error": "WRONG", "warning": "  hmm", "ok": "   ok"}
 Level = Literal["error", "warning", "ok"]
 
 
-class Finding(msgspec.Struct, frozen=True):
+class Finding(msgspec.Struct, frozen=True, tag=True):
     """One thing that was looked at."""
 
     level: Level
     text: str
+
+    def __str__(self) -> str:
+        return f"{MARKS[self.level]}  {self.text}"
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """What is tried next."""
+
+    what: str
+    ours: bool = False
+    """It is not the environment that takes the time: bounded by OURS_S at least."""
+
+
+Told = Finding | Step
 
 
 class Report(msgspec.Struct, kw_only=True):
     """Everything that was found about one environment."""
 
     target: str
+    limit_s: float = LIMIT_S
+    tell: Callable[[Told], None] = lambda told: None
+    """Hears of each step and finding at once."""
     findings: list[Finding] = []
 
     @property
@@ -57,13 +80,19 @@ class Report(msgspec.Struct, kw_only=True):
 
     def add(self, level: Level, text: str) -> None:
         self.findings.append(Finding(level, text))
+        self.tell(self.findings[-1])
+
+    def step(self, what: str, *, ours: bool = False) -> None:
+        self.tell(Step(what, ours))
+
+    @property
+    def verdict(self) -> str:
+        wrong = sum(f.level == "error" for f in self.findings)
+        says = "works" if not wrong else f"does not work: {wrong} thing{'s' * (wrong > 1)} wrong"
+        return f"{self.target} {says}"
 
     def __str__(self) -> str:
-        marks = {"error": "WRONG", "warning": "  hmm", "ok": "   ok"}
-        lines = [f"{marks[f.level]}  {f.text}" for f in self.findings]
-        wrong = sum(f.level == "error" for f in self.findings)
-        verdict = "works" if not wrong else f"does not work: {wrong} thing{'s' * (wrong > 1)} wrong"
-        return "\n".join([*lines, f"{self.target} {verdict}"])
+        return "\n".join([*map(str, self.findings), self.verdict])
 
 
 class Broken(Exception):
@@ -71,17 +100,25 @@ class Broken(Exception):
 
 
 def check(
-    target: str, *, build: Callable[[], Env] | None = None, num_prompts: int = 4, imports: Sequence[str] = ()
+    target: str,
+    *,
+    build: Callable[[], Env] | None = None,
+    num_prompts: int = 4,
+    imports: Sequence[str] = (),
+    limit_s: float = LIMIT_S,
+    tell: Callable[[Told], None] = lambda told: None,
 ) -> Report:
     """Check the environment called `target` (a name or an import path), with its defaults or as `build` makes it.
 
-    `imports` are modules or files that register it, already imported here; a fresh process imports them again.
+    `imports` are modules or files that register it; they are imported here and, once more, in a fresh process.
+    `limit_s` bounds what can be bounded from inside this process: coroutines, not code that blocks.
 
     Never raises for what is wrong with the environment: that is the report.
     """
-    report = Report(target=target)
+    report = Report(target=target, limit_s=limit_s, tell=tell)
     try:
-        env = _built(target, build)
+        report.step("building it")
+        env = _built(target, build, imports)
         report.add("ok", f"{type(env).__name__} is built")
         _fresh_process(report, target, imports)
         prompts = _prompts(report, env, num_prompts)
@@ -91,8 +128,9 @@ def check(
     return report
 
 
-def _built(target: str, build: Callable[[], Env] | None) -> Env:
+def _built(target: str, build: Callable[[], Env] | None, imports: Sequence[str]) -> Env:
     with _blamed("it cannot be built"):
+        import_all(imports)
         cls = ENVS.get(target)
         if not issubclass(cls, Env):
             raise Broken(f"{cls.__name__} must subclass asyncrl.Env")
@@ -109,7 +147,12 @@ def _fresh_process(report: Report, target: str, imports: Sequence[str]) -> None:
     script += "from asyncrl.registry import ENVS, import_user_module; [import_user_module(m) for m in imports]; "
     script += "ENVS.get(target); print('torch' in sys.modules)"
     command = [sys.executable, "-c", script, json.dumps([target, list(imports), sys.path])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    report.step("importing it in a fresh process", ours=True)  # it was imported before, within the bound
+    bound_s = max(OURS_S, report.limit_s)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=bound_s, check=False)
+    except subprocess.TimeoutExpired:
+        raise Broken(f"importing it in a fresh process takes longer than {bound_s:g} s") from None
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["it ended without a word"]
         raise Broken(f"a fresh process cannot import it: {lines[-1]}")
@@ -124,6 +167,7 @@ def _fresh_process(report: Report, target: str, imports: Sequence[str]) -> None:
 def _prompts(report: Report, env: Env, num: int) -> list[Prompt]:
     """The first prompts, checked: types, ids, what travels, the same again, the same from the middle."""
     started = time.perf_counter()
+    report.step("reading its first prompts")
     with _blamed("prompts() fails"):
         env.check()
         prompts = list(islice(env.prompts(), num))
@@ -136,6 +180,7 @@ def _prompts(report: Report, env: Env, num: int) -> list[Prompt]:
         if prompt.id != position:
             raise Broken(f"prompt ids must be positions: the prompt at position {position} has id {prompt.id}")
         _travels(report, prompt)
+    report.step("reading its first prompts a second time")
     with _blamed("prompts() fails the second time"):
         if list(islice(env.prompts(), num)) != prompts:
             raise Broken("prompts() gives other prompts the second time: a resumed run would not see the same data")
@@ -159,7 +204,11 @@ def _travels(report: Report, prompt: Prompt) -> None:
 
 
 async def _rollouts(report: Report, env: Env, prompts: list[Prompt]) -> None:
-    references = [(p, env.reference(p)) for p in prompts]
+    report.step("loading a tokenizer", ours=True)
+    _chat()
+    report.step("reference()")
+    with _blamed("reference() fails"):
+        references = [(p, env.reference(p)) for p in prompts]
     known = [(p, r) for p, r in references if r is not None]
     for prompt, reference in known:
         played, episode, seconds = await _played(report, env, prompt, reference, "its reference response")
@@ -177,6 +226,7 @@ async def _rollouts(report: Report, env: Env, prompts: list[Prompt]) -> None:
     else:
         report.add("warning", "it has no reference(prompt): full marks cannot be checked")
     await _nonsense(report, env, prompts, has_references=bool(known))
+    await _lengths(report, env, known or [(p, NONSENSE) for p in prompts])
     _siblings(report, env, prompts[0], [episode, episode] if known else [])
 
 
@@ -191,6 +241,28 @@ async def _nonsense(report: Report, env: Env, prompts: list[Prompt], *, has_refe
     if has_references and min(scores) >= env.full_marks:
         raise Broken(f"nonsense scores {scores[0]:g} too: the reward tells nothing apart")
     report.add("ok", f"nonsense scores {min(scores):g} to {max(scores):g}")
+
+
+async def _lengths(report: Report, env: Env, scripts: list[tuple[Prompt, Any]]) -> None:
+    """Whether a run with the tiny model, whose tokens are characters, would drop every group as too_long."""
+    with _blamed("its defaults for the tiny model cannot be read"):
+        config = load(None, {"env.name": report.target})
+    seq_len, limit = config.training.seq_len, config.generation.max_tokens
+    report.step("loading the tiny model's tokenizer", ours=True)
+    chat = Chat(tokenizer=tiny_tokenizer())
+    needs = []
+    for prompt, reference in scripts[:2]:
+        script = _limited(reference) if reference == NONSENSE else reference
+        played, _, _ = await _played(report, env, prompt, script, "the tokens of the tiny model", chat=chat)
+        needs.append(max((len(call.prompt_ids) + limit for call in played.calls), default=0))
+    if needs and min(needs) > seq_len:
+        enough = 1 << (max(needs) - 1).bit_length()
+        report.add(
+            "warning",
+            f"a run with the tiny model, the default, would drop every group as too_long: with a response of up to "
+            f"generation.max_tokens {limit} a conversation takes {min(needs)} tokens (characters), and "
+            f"training.seq_len is {seq_len}; --training.seq-len {enough} is enough for these",
+        )
 
 
 @cache
@@ -212,15 +284,18 @@ def _limited(text: str) -> Callable[[str], str]:
     return reply
 
 
-async def _played(report: Report, env: Env, prompt: Prompt, script: Any, what: str) -> tuple[Scripted, Episode, float]:
+async def _played(
+    report: Report, env: Env, prompt: Prompt, script: Any, what: str, *, chat: Chat | None = None
+) -> tuple[Scripted, Episode, float]:
     """One rollout with its time."""
-    _chat()
+    rollout = f"rollout of prompt {prompt.id} with {what}"
+    report.step(rollout)
     started = time.perf_counter()
     try:
-        with _blamed(f"rollout of prompt {prompt.id} with {what} fails"):
-            played, episode = await asyncio.wait_for(play(env, prompt, script, chat=_chat()), ROLLOUT_LIMIT_S)
+        with _blamed(f"{rollout} fails"):
+            played, episode = await asyncio.wait_for(play(env, prompt, script, chat=chat or _chat()), report.limit_s)
     except TimeoutError:
-        raise Broken(f"rollout of prompt {prompt.id} with {what} takes longer than {ROLLOUT_LIMIT_S:g} s") from None
+        raise Broken(f"{rollout} takes longer than {report.limit_s:g} s") from None
     seconds = time.perf_counter() - started
     if not isinstance(episode, Episode):
         raise Broken(f"rollout must return asyncrl.Episode, got {type(episode).__name__}")
@@ -273,6 +348,7 @@ def _parts(episode: Episode, prompt: Prompt) -> None:
 def _siblings(report: Report, env: Env, prompt: Prompt, episodes: list[Episode]) -> None:
     if not episodes or type(env).score_group is Env.score_group:
         return
+    report.step("score_group()")
     with _blamed("score_group fails"):
         scored = env.score_group(episodes, prompt)
     if len(scored) != len(episodes):
@@ -297,8 +373,12 @@ class _blamed:
 
 def _last_line(trace: Any) -> str:
     """Where in the environment's own code it happened."""
-    known = (asyncrl.__file__, asyncrl.envs.__file__, traceback.__file__)  # ours, and the standard library
-    folders = tuple(str(Path(file).parent) for file in known)
-    frames = traceback.extract_tb(trace)
-    own = [f for f in frames if not f.filename.startswith(folders) or "site-packages" in f.filename]
+    own = [f for f in traceback.extract_tb(trace) if is_theirs(f.filename)]
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+
+
+def is_theirs(filename: str) -> bool:
+    """Code of the environment, or of what it uses: neither ours nor the standard library's."""
+    known = (asyncrl.__file__, asyncrl.envs.__file__, traceback.__file__)
+    folders = tuple(str(Path(file).parent) for file in known)
+    return "site-packages" in filename or not filename.startswith((*folders, "<"))

@@ -1,13 +1,17 @@
 """`asyncrl envs check` finds what is wrong with an environment and says it in words."""
 
 import asyncio
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from asyncrl.env_check import check
+from asyncrl.cli import main
+from asyncrl.env_check import Report, check
+from asyncrl.env_trial import listen
 from asyncrl.registry import ENVS
 
 HEAD = """
@@ -106,6 +110,52 @@ def test_what_is_wrong_is_said_in_words(tmp_path: Path, body: str, complaint: st
     text = report(tmp_path, body)
     assert "WRONG" in text
     assert complaint in text
+
+
+@pytest.mark.parametrize(
+    ("method", "complaint"),
+    [
+        ("prompts(self, start=0): import os; os._exit(3)", "first prompts ended the process it ran in (exit code 3)"),
+        ("score(self, text, prompt): raise KeyboardInterrupt", "raises KeyboardInterrupt, which would end the process"),
+    ],
+)
+def test_an_environment_that_ends_its_process_does_not_end_the_check(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], method: str, complaint: str
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(HEAD + f"class Mine(Good):\n    def {method}\n")
+    assert main(["envs", "check", f"{path}:Mine"]) == 1
+    out, err = capfd.readouterr()
+    assert "   ok  Mine is built\n" in out
+    assert complaint in out.splitlines()[-2]
+    assert out.splitlines()[-1].endswith("does not work: 1 thing wrong")
+    assert err == ""
+
+
+def test_a_step_that_does_not_come_back_is_named_with_the_line_where_it_stands(tmp_path: Path) -> None:
+    path = tmp_path / "stuck.py"
+    path.write_text(
+        "import faulthandler, signal, sys\nfaulthandler.register(signal.SIGUSR1, file=sys.stdout)\n"
+        "def score():\n    while True: pass\n"
+        """print('{"type":"Step","what":"rollout of prompt 0","ours":false}', flush=True)\nscore()\n"""
+    )
+    found = Report(target="mine")
+    with subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE) as process:
+        listen(found, process, limit_s=0.2)
+        process.kill()
+    where = f"it stands in score ({path}:4)"
+    assert found.findings[0].text.startswith(f"rollout of prompt 0 has not come back within 0.2 s; {where}")
+    assert not found.ok
+
+
+def test_what_the_tiny_model_cannot_hold_is_a_warning(tmp_path: Path) -> None:
+    body = "class Mine(Good):\n    def prompts(self, start=0):\n"
+    body += "        for i in count(start):\n            yield Prompt(id=i, prompt='p' * 53, target='t')"
+    assert "too_long: with a response of up to generation.max_tokens 12 a conversation takes 65" in report(
+        tmp_path, body
+    )
+    (tmp_path / "fits").mkdir()
+    assert "too_long" not in report(tmp_path / "fits", body.replace("53", "52"))
 
 
 def test_importing_torch_is_noticed(tmp_path: Path) -> None:

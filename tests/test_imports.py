@@ -21,6 +21,7 @@ TOP = {
     "doctor",
     "summary",
     "evaluate",
+    "env_trial",
 }
 MAY_USE = {
     "replay": set(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
+from typing import Any, ClassVar
 
 from asyncrl.env import Conversation, Env, Generate, seeded
 from asyncrl.registry import register_env
@@ -25,6 +26,11 @@ INSTRUCTION = (
 @register_env("calculator")
 class Calculator(Env):
     """Arithmetic word problems with a calculator tool, in several turns."""
+
+    tiny: ClassVar[dict[str, Any]] = {
+        "training": {"seq_len": 1024, "warmup_sft_steps": 40},
+        "generation": {"max_tokens": 64},
+    }
 
     digits: int = 3
     """Digits of the numbers."""

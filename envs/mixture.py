@@ -32,15 +32,17 @@ class Mixture(Env):
     def parametrised(cls, text: str) -> type[Mixture]:
         """The class for `a:0.7,b:0.3`: a Mixture with a field per component. Raises ValueError for a bad weight."""
         fields, weights = [], {}
+        tiny: dict[str, Any] = {}
         for part in text.split(","):
             name, weight = _name_and_weight(part.strip())
             field = re.sub(r"\W+", "_", name).strip("_")
             if field in weights or field == "seed":
                 raise ValueError(f"environment {name!r} is twice in the mixture {text!r}; add up its weights")
-            component = ENVS.get(name)
+            component: type[Env] = ENVS.get(name)
             fields.append((field, component, msgspec.field(default_factory=component)))
-            weights[field] = weight
-        made = msgspec.defstruct("Mixture", fields, bases=(cls,), namespace={"weights": weights}, kw_only=True)
+            weights[field], tiny = weight, _larger(tiny, component.tiny)
+        own = {"weights": weights, "tiny": tiny}
+        made = msgspec.defstruct("Mixture", fields, bases=(cls,), namespace=own, kw_only=True)
         made.__doc__ = f"A mixture of {text}."
         return made  # type: ignore[return-value]
 
@@ -138,3 +140,12 @@ def _name_and_weight(part: str) -> tuple[str, float]:
     if not 0 < weight < float("inf"):
         raise ValueError(f"the weight of environment {name!r} must be positive, got {text}")
     return (name or part), weight
+
+
+def _larger(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Sections of keys that suit both: of two numbers the larger, so that the longest component fits."""
+    merged = dict(one)
+    for key, value in other.items():
+        known = merged.get(key, value)
+        merged[key] = _larger(known, value) if isinstance(value, dict) else max(known, value)
+    return merged

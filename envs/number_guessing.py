@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 from math import ceil, log2
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from asyncrl.env import Conversation, Env, Generate, seeded
 from asyncrl.registry import register_env
@@ -20,6 +20,8 @@ from asyncrl.types import Episode, Message, Prompt
 @register_env("number_guessing")
 class NumberGuessing(Env):
     """Find a hidden number in several turns with higher and lower as answers."""
+
+    tiny: ClassVar[dict[str, Any]] = {"training": {"seq_len": 128}}
 
     largest: int = 15
     """The number lies between 1 and this."""

@@ -166,6 +166,7 @@ def test_importing_torch_is_noticed(tmp_path: Path) -> None:
 def test_the_environments_that_come_with_it_work(name: str) -> None:
     found = check(name)
     assert found.ok, str(found)
+    assert "too_long" not in str(found)
 
 
 def test_validate_proves_that_references_score_full_marks() -> None:

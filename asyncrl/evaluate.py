@@ -45,7 +45,8 @@ def of_trained(run_dir: str, overrides: Mapping[str, Any]) -> Run:
             f"{run_dir} holds no trained model (model/): the run has not finished, or checkpoint.export is off"
         )
     fresh = {"eval.temperature": None}  # the run's own was resolved for its own eval.n
-    run = settings.resume(run_dir, {**fresh, **overrides, "model.path": str(model)})
+    keys = {**fresh, **overrides, "model.path": str(model), "run_dir": str(run_dir)}
+    run = settings.resolve(settings.load(Path(run_dir) / "config.yaml", keys))  # no resume: any key may change
     return Run(
         config=msgspec.structs.replace(run.config, run_dir=str(Path(run_dir) / "eval")), algo=run.algo, env=run.env
     )

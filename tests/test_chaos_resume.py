@@ -36,7 +36,7 @@ def test_a_run_killed_twenty_times_in_a_row_trains_what_an_uninterrupted_run_tra
 def test_asyncrl_train_is_killed_and_resumed_without_a_prompt_skipped_or_doubled(tmp_path: Path) -> None:
     """Each kill ends the run: its launcher, its server or its trainer."""
     trial, report, run_dir = resume.Trial(start=resume.Launch, steps=10), resume.Report(), tmp_path / "killed"
-    resume.killed(run_dir, trial, most=3, rng=random.Random(14), report=report)
+    resume.killed(run_dir, trial, most=2, rng=random.Random(14), report=report)
     expected = resume.uninterrupted(tmp_path, replace(trial, start=Forked))
     assert resume.check(run_dir, expected, trial) == []
-    assert (len(report.kills), report.resumes) == (3, 3)
+    assert (len(report.kills), report.resumes) == (2, 2)

@@ -162,7 +162,8 @@ class ReplayConfig(Section):
     lease_timeout_s: Positive = 600.0
     """A lease not renewed by a heartbeat for this long expires, and its prompt is leased again."""
     max_filtered: Count = 200
-    """Batches' worth of consecutive filtered groups after which the run ends with an error that says so."""
+    """Batches' worth of consecutive filtered groups after which the run ends with an error that says so; a tenth of it
+    when rollouts or rewards fail."""
     journal: bool = True
     """Keep groups and leases on disk so that an acknowledged insert survives a crash."""
     bind: str = "tcp://127.0.0.1:*"

@@ -17,6 +17,13 @@ from asyncrl.registry import register_env
 from asyncrl.types import Episode, Prompt
 
 
+class Mute(Exception):
+    """One that cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("not even this")
+
+
 @register_env("moods")
 class Moods(Env):
     """Prompt number i is of kind `kinds[i % len(kinds)]`."""
@@ -52,6 +59,10 @@ class Moods(Env):
 
     async def rollout(self, prompt: Prompt, generate) -> Episode:
         match prompt.metadata["kind"]:
+            case "garbled":
+                raise ValueError("half a character: \udc80")
+            case "mute":
+                raise Mute
             case "explode":
                 raise ZeroDivisionError("in the rollout")
             case "slow":

@@ -91,6 +91,7 @@ def test_every_group_that_comes_out_is_whole_in_order_and_scored(tmp_path):
 FAILURES = {
     "raise": "reward_error", "nan": "reward_error", "text": "reward_error", "none": "reward_error",
     "crash": "reward_error", "long": "too_long", "explode": "rollout_error", "nothing": "rollout_error",
+    "garbled": "rollout_error", "mute": "rollout_error",
     "impatient": "rollout_error", "crooked": "rollout_error", "object": "rollout_error",
 }  # fmt: skip
 

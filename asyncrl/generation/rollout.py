@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from math import nan
@@ -215,7 +216,9 @@ class RolloutLoop:
         if self._failures > LOGGED_FAILURES:
             return
         with_traceback = _reason(error) == "rollout_error"
-        log.warning("prompt %d is dropped: %s", lease.prompt.id, error, exc_info=error if with_traceback else None)
+        log.warning(
+            "prompt %d is dropped: %s", lease.prompt.id, _in_words(error), exc_info=error if with_traceback else None
+        )
 
 
 def _reason(error: Exception) -> str:
@@ -223,6 +226,7 @@ def _reason(error: Exception) -> str:
 
 
 def _in_words(error: Exception) -> str:
-    """The error in one line; an exception that is not ours names its kind."""
-    text = " ".join(str(error).split())
-    return text if type(error).__module__.startswith("asyncrl") else f"{type(error).__name__}: {text}"
+    """The error in one line that can travel; an exception that is not ours names its kind."""
+    lines = traceback.format_exception_only(error)  # also of an exception whose own str() raises
+    text = " ".join("".join(lines).encode("utf-8", "backslashreplace").decode().split())  # also of halves of characters
+    return text.partition(": ")[2] or text if type(error).__module__.startswith("asyncrl") else text

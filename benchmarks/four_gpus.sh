@@ -2,12 +2,14 @@
 # The whole engine on one machine with several GPUs: FSDP2 ranks, vLLM replicas, one of which is killed on the way.
 #
 #   benchmarks/four_gpus.sh              4 GPUs: 2 trainer ranks, 2 vLLM replicas; once one replica of 2 workers
-#   benchmarks/four_gpus.sh --gpus 2     2 GPUs: 1 rank, 1 replica; what the 4 are compared with
+#   benchmarks/four_gpus.sh --gpus 2     2 GPUs: 1 rank, 1 replica, what the 4 are compared with; and 2 ranks with a
+#                                        replica that shares the second's GPU, which is killed on the way
 #   benchmarks/four_gpus.sh --smoke      2 ranks, 2 generators on the CPU with a small model: that it runs, not how fast
 #
 # MODELS="qwen3-1.7b llama-3-8b" and STEPS=20 may be set. Models have random weights: the shapes are real, the reward
-# is noise. Each run prints a table beside the raw broadcast to the same ranks, then a line of JSON; exit code 1 when a
-# ledger did not close or a killed generator did not come back.
+# is noise. One rank alone cannot hold llama-3-8b with its Adam state (128 GB), so it has no run of 1 rank. Each run
+# prints a table beside the raw broadcast to the same ranks, then a line of JSON; exit code 1 when a ledger did not close
+# or a killed generator did not come back.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 gpus=4 smoke= steps=${STEPS:-20} models=${MODELS:-"qwen3-1.7b llama-3-8b"}
@@ -28,7 +30,9 @@ status=0
 
 # run MODEL NAME RANKS REPLICAS WORKERS VICTIM: one training run; generator VICTIM is killed after step 3 ("-": none)
 run() {
-  local folder="$out/$1-$2"
+  local folder="$out/$1-$2" more=("${options[@]}")
+  [ "$1" != llama-3-8b ] || more+=(--training.activation-checkpointing true --training.tokens-per-micro-batch 8192)
+  [ "$2" != shared ] || more+=(--generation.vllm.gpu-memory-utilization 0.3)
   echo "== $1, $2: $3 trainer ranks, $4 replicas of $5"
   local killer=
   if [ "$6" != - ]; then
@@ -39,7 +43,7 @@ run() {
     --run-dir "$folder" --training.steps "$steps" --training.batch-size 16 --algo.n-samples 8 \
     --generation.engine "$engine" --generation.max-tokens 256 --checkpoint.every 0 \
     --services.trainer.procs "$3" --services.generator.num-replicas "$4" --services.generator.procs "$5" \
-    "${options[@]}" > "$folder.log" 2>&1 || { tail -n 20 "$folder.log"; kill $killer; status=1; return; }
+    "${more[@]}" > "$folder.log" 2>&1 || { tail -n 20 "$folder.log"; kill $killer; status=1; return; }
   [ -z "$killer" ] || wait "$killer" || status=1
   "$python" benchmarks/gpu_run.py report "$folder" --raw "$(raw "$out/$1" $((1 + $4 * $5)))" || status=1
 }
@@ -52,7 +56,8 @@ for model in $models; do
   if [ -n "$smoke" ]; then
     run "$model" smoke 2 2 1 1
   elif [ "$gpus" = 2 ]; then
-    run "$model" two 1 1 1 -
+    [ "$model" = llama-3-8b ] || run "$model" two 1 1 1 -
+    run "$model" shared 2 1 1 0
   else
     run "$model" four 2 2 1 1
     run "$model" tensor-parallel 2 1 2 -

@@ -207,7 +207,8 @@ class WeightsConfig(Section):
     bucket_bytes: Count = 512 << 20
     """Size of one broadcast bucket."""
     num_buffers: Count = 2
-    """Buckets in flight at once."""
+    """Buckets that a receiver holds before it loads them: the more, the more arrives before vLLM has paused. The
+    trainer holds two."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """How buckets travel. `auto`: nccl from a GPU, gloo from a CPU; gloo (through host memory) also where trainer rank
     0 and a generator share one GPU, which NCCL refuses."""

@@ -176,7 +176,7 @@ def main() -> int:
     addition = ADDITION | (model if args.smoke else PRETRAINED | model) | NOTHING_KEPT | {"training.steps": args.steps}
     jobs = [
         (f"addition-lag{lag}-seed{seed}", addition | {"replay.target-lag": lag, "seed": seed})
-        for lag in args.lags.split(",")
+        for lag in filter(None, args.lags.split(","))  # "": no addition
         for seed in args.seeds.split(",")
     ]
     if args.gsm8k:

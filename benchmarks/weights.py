@@ -129,16 +129,26 @@ def measure_vllm(model: str, args: argparse.Namespace) -> dict[str, Any]:
         result["tokens_per_s_updating"] = hear(pair.generator)["tokens_per_s"]
         say(pair.generator, do="rate", seconds=seconds)
         result["tokens_per_s_again"] = hear(pair.generator)["tokens_per_s"]
-        reports = pair.publish(3 * args.repeats, every_s=0.5)
-        pauses = sorted(report.pause_s for report in reports)
-        result |= medians(reports) | {"pause_p95_s": pauses[int(0.95 * (len(pauses) - 1))]}
+        pair.shut()
+        settings = [{"bucket_bytes": size, "num_buffers": count} for size in args.buckets for count in args.buffers]
+        result["sweep"] = [setting | under_load(pair, args, **setting) for setting in settings]
+        result |= min(result["sweep"], key=lambda row: row["total_s"])
         if args.devices[0] != "cpu":
             for packed in (True, False):
                 result["theirs_packed" if packed else "theirs_unpacked"] = theirs(pair, args.repeats, packed=packed)
-        pair.shut()
         return result
     finally:
         pair.close()
+
+
+def under_load(pair: Pair, args: argparse.Namespace, **config: Any) -> dict[str, float]:
+    """Median seconds of each stage of a publish into an engine that generates, and the 95th percentile of the pause."""
+    pair.open(**config)
+    pair.publish(WARM_UP)
+    reports = pair.publish(3 * args.repeats, every_s=0.5)
+    pair.shut()
+    pauses = sorted(report.pause_s for report in reports)
+    return medians(reports) | {"pause_p95_s": pauses[int(0.95 * (len(pauses) - 1))]}
 
 
 def theirs(pair: Pair, repeats: int, *, packed: bool) -> dict[str, float]:
@@ -158,6 +168,7 @@ def theirs(pair: Pair, repeats: int, *, packed: bool) -> dict[str, float]:
 def show(result: dict[str, Any]) -> None:
     """The tables of one model."""
     size, ours = result["bytes"], result["ours"]
+    live = result.get("vllm")
     raw = min(result["raw_s"], result["raw_again_s"])
     print(f"\n{result['model']}: {size / 1e9:.2f} GB over {result['backend']}")
     moves = {
@@ -168,7 +179,7 @@ def show(result: dict[str, Any]) -> None:
         "one broadcast per parameter": result["each_s"],
     }
     waits = {f"ours, {stage}": ours[f"{stage}_s"] for stage in ("prepare", "commit", "pause", "first_join")}
-    if live := result.get("vllm"):
+    if live:
         moves |= {"into vLLM, wire": live["wire_s"], "into vLLM, end to end": live["total_s"]}
         for name in ("packed", "unpacked"):
             if f"theirs_{name}" in live:
@@ -184,10 +195,13 @@ def show(result: dict[str, Any]) -> None:
         print(
             f"  {live['requests']} requests: {before:.0f} tokens/s, {during:.0f} while updating ({during / before:.1%})"
         )
-    print("  bucket MiB  buffers   wire ms  pause ms  total ms")
-    for row in result["sweep"]:
-        times = "".join(f"{1e3 * row[key]:10.2f}" for key in ("wire_s", "pause_s", "total_s"))
-        print(f"  {row['bucket_bytes'] / 2**20:10.2f} {row['num_buffers']:8}{times}")
+    for title, sweep in (("resident", result["sweep"]), ("into vLLM", live["sweep"] if live else [])):
+        print(
+            f"  {title:10} MiB  buffers" + "".join(f"{stage[:-2]:>10}" for stage in STAGES) + "   ms" if sweep else ""
+        )
+        for row in sweep:
+            times = "".join(f"{1e3 * row[stage]:10.2f}" for stage in STAGES)
+            print(f"  {row['bucket_bytes'] / 2**20:14.2f} {row['num_buffers']:8}{times}")
 
 
 def main() -> None:
@@ -196,7 +210,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=("resident", "vllm"), default="resident", help="vllm: measure it as well")
     parser.add_argument("--models", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--bucket-mib", help="bucket sizes to sweep")
-    parser.add_argument("--buffers", default="2,3", help="buffer counts to sweep")
+    parser.add_argument("--buffers", default="2,3", help="buffer counts to sweep (of receivers)")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--every-s", type=float, help="seconds between updates while tokens are counted")
     parser.add_argument("--devices", help="of the trainer and of the generator")

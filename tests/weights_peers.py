@@ -156,7 +156,10 @@ class Holder:
 
     async def join_weights(self, spec):
         self._happen("join")
-        joining = (asyncio.to_thread(r.join, spec, i, self._device) for i, r in enumerate(self._receivers))
+        early = self.num_weight_ranks == 1  # as vLLM
+        joining = (
+            asyncio.to_thread(r.join, spec, i, self._device, head_start=early) for i, r in enumerate(self._receivers)
+        )
         await asyncio.gather(*joining)
 
     async def receive_weights(self, plan):

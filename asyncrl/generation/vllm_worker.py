@@ -33,7 +33,8 @@ class Receiver:
         if not hasattr(self, "_asyncrl_receiver"):
             self._asyncrl_receiver = WeightReceiver()
         join = msgspec.json.decode(spec, type=JoinSpec)
-        self._asyncrl_receiver.join(join, self.rank, self.device)  # type: ignore[attr-defined]
+        alone = self.vllm_config.parallel_config.world_size == 1  # type: ignore[attr-defined]
+        self._asyncrl_receiver.join(join, self.rank, self.device, head_start=alone)  # type: ignore[attr-defined]
 
     def asyncrl_receive(self, plan: str) -> dict[str, Any]:
         """Take part in one broadcast of a PlanSpec (JSON) and load it.

@@ -7,15 +7,32 @@ weights serve: that is commit's business.
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import threading
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from asyncrl.weights.checksums import checksum
+from asyncrl.weights.head_start import HeadStart
 from asyncrl.weights.messages import JoinSpec, PlanSpec
 from asyncrl.weights.plan import Bucket, Piece, buckets, tensor_bytes
-from asyncrl.weights.wire import Watch, Wire, buffer_device, connect_store, current, exact, open_wire, watch_store
+from asyncrl.weights.wire import (
+    Watch,
+    Wire,
+    WireBroken,
+    buffer_device,
+    connect_store,
+    current,
+    exact,
+    open_wire,
+    watch_store,
+)
+
+log = logging.getLogger(__name__)
 
 Load = Callable[[list[tuple[str, Tensor]]], None]
 
@@ -28,12 +45,20 @@ class Receiver:
         self._watch: Watch | None = None
         self._device = torch.device("cpu")
         self._buffers: list[Tensor] = []
+        self._plan: PlanSpec | None = None
+        """Of the last broadcast; the next one mostly has the same."""
+        self._broadcasts, self._begun, self._claimed = 0, False, False
+        """Of this group: how many are over; whether the next one's first buckets are started; whether by `receive`."""
+        self._left_because = "receive() before join(): this process is in no weight group"
+        self._lock = threading.Lock()
+        self._head_start: HeadStart | None = None
 
-    def join(self, spec: JoinSpec, rank_offset: int, device: torch.device | str) -> None:
+    def join(self, spec: JoinSpec, rank_offset: int, device: torch.device | str, *, head_start: bool = False) -> None:
         """Enter the group as rank `spec.first_rank + rank_offset`, leaving any former one.
 
-        `rank_offset` is 0 for an engine of one process, the tensor-parallel rank otherwise. Raises WireBroken within
-        about spec.timeout_s.
+        `rank_offset` is 0 for an engine of one process, the tensor-parallel rank otherwise. `head_start`: buckets are
+        received from the moment the sender begins, into as many buffers as there are, before `receive` is called.
+        Raises WireBroken within about spec.timeout_s.
         """
         self.leave()
         store = connect_store(spec)
@@ -41,6 +66,11 @@ class Receiver:
         self._watch = watch_store(store, spec.generation)
         with current(self._device):
             self._wire = open_wire(store, spec, spec.first_rank + rank_offset, self._device, self._watch)
+        self._broadcasts, self._begun, self._claimed = 0, False, False
+        if head_start:
+            self._head_start = HeadStart(
+                spec, begin=self._begin_early, claimed=self._has_claimed, abandon=partial(self._abandon, self._wire)
+            )
 
     def receive(self, plan: PlanSpec, load: Load) -> list[int]:
         """Take part in one broadcast of `plan`; bucket k is loaded while k+1 and its successors arrive.
@@ -52,7 +82,7 @@ class Receiver:
         then been left.
         """
         if self._wire is None:
-            raise RuntimeError("receive() before join(): this process is in no weight group")
+            raise WireBroken(self._left_because)
         try:
             with current(self._device):
                 return self._receive(plan, load)
@@ -64,11 +94,9 @@ class Receiver:
         assert self._wire is not None
         assert self._watch is not None
         cut = buckets(plan)
-        buffers = self._allocate(plan, cut)
         assembler = _Assembler(plan)
         sums: list[Tensor] = []
-        for index in range(min(len(buffers), len(cut))):
-            self._wire.start(buffers[index][: cut[index].nbytes])
+        buffers = self._claim(plan, cut)
         for index, bucket in enumerate(cut):
             buffer = buffers[index % len(buffers)][: bucket.nbytes]
             self._wire.order(self._watch)
@@ -80,14 +108,69 @@ class Receiver:
             if later < len(cut):
                 self._wire.start(buffers[later % len(buffers)][: cut[later].nbytes])
         self._wire.drain(self._watch)
-        return self._finish(sums)
+        result = self._finish(sums)
+        with self._lock:
+            self._broadcasts, self._begun, self._claimed = self._broadcasts + 1, False, False
+        return result
 
     def leave(self) -> None:
         """Leave the group, if in one, and free the buffers. Never blocks."""
+        with self._lock:
+            self._close("this process has left the weight group")
+
+    def _close(self, reason: str) -> None:
+        """Under the lock."""
+        if self._head_start is not None:
+            self._head_start.end()
         if self._wire is not None:
             self._wire.close()
-        self._wire = self._watch = None
+            self._left_because = reason
+        self._wire = self._watch = self._head_start = None
         self._buffers = []
+
+    # -- the first buckets: by whoever comes first ---------------------------------------------------------------------
+
+    def _claim(self, plan: PlanSpec, cut: list[Bucket]) -> list[Tensor]:
+        """Start the first broadcasts, unless the head start has; returns the buffers that they fill."""
+        with self._lock:
+            if self._wire is None:
+                raise WireBroken(self._left_because)
+            if self._begun and self._plan is not None and self._plan.digest != plan.digest:
+                raise WireBroken("the head start was of another plan")
+            self._plan, self._claimed = plan, True
+            allocated = self._allocate(plan, cut)
+            if not self._begun:
+                self._start_first(cut, allocated)
+            return allocated
+
+    def _begin_early(self, number: int, digest: str) -> bool:
+        """In the head start's thread: start the first broadcasts if they will be of the plan that is known."""
+        with self._lock:
+            plan = self._plan
+            if self._wire is None or self._begun or self._claimed or number != self._broadcasts:
+                return False
+            if plan is None or plan.digest != digest or not self._buffers:
+                return False
+            with current(self._device), _own_stream(self._device):  # the model's stream has a step queued
+                self._start_first(buckets(plan), self._buffers)
+            return True
+
+    def _start_first(self, cut: list[Bucket], into: list[Tensor]) -> None:
+        assert self._wire is not None
+        self._begun = True
+        for bucket, buffer in zip(cut, into, strict=False):
+            self._wire.start(buffer[: bucket.nbytes])
+
+    def _has_claimed(self, number: int) -> bool:
+        return self._claimed or self._broadcasts != number
+
+    def _abandon(self, wire: Wire, reason: str) -> None:
+        """In the head start's thread: nobody comes for what has begun, or the group is gone."""
+        with self._lock:
+            if self._wire is wire and not self._claimed:
+                if self._begun:
+                    log.warning("the head start of a weight sync is abandoned: %s", reason)
+                self._close(reason)
 
     def _allocate(self, plan: PlanSpec, cut: list[Bucket]) -> list[Tensor]:
         """`plan.num_buffers` buffers of the largest bucket's size, kept from one sync to the next."""
@@ -103,6 +186,10 @@ class Receiver:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return torch.stack(sums).tolist() if sums else []
+
+
+def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()
 
 
 class _Assembler:

@@ -23,6 +23,9 @@ from asyncrl.weights.plan import Bucket, buckets, make_plan, total_bytes
 from asyncrl.weights.sync import Conductor, Sync
 from asyncrl.weights.wire import current, exact, resolve_backend, serve_store
 
+SENDING = 2
+"""Buckets that the sender holds: one is filled while the other is on the wire."""
+
 
 class WeightSender:
     """Constructed on every trainer rank; all methods are called from one thread."""
@@ -121,7 +124,7 @@ class WeightSender:
     def _allocate(self) -> list[Tensor]:
         if not self._buffers:
             size = max(bucket.nbytes for bucket in self._cut)
-            count = min(self._config.num_buffers, len(self._cut))
+            count = min(SENDING, len(self._cut))
             nccl = resolve_backend(self._config.backend, self._device) == "nccl"
             device = self._device if nccl else torch.device("cpu")
             self._buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(count)]

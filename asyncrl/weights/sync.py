@@ -34,7 +34,7 @@ from asyncrl.weights.messages import (
     Ready,
     Received,
 )
-from asyncrl.weights.wire import Wire, WireBroken, give_up, open_wire
+from asyncrl.weights.wire import Wire, WireBroken, announce, give_up, open_wire
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +48,8 @@ class Group:
     keys: tuple[str, ...]
     spec: JoinSpec
     wire: Wire | None = None
+    broadcasts: int = 0
+    """Begun so far."""
 
 
 @dataclass(slots=True)
@@ -157,13 +159,17 @@ class Sync:
     # -- broadcast -------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Send everybody off, and build the group if it is new. Receivers pause from here on."""
+        """Send everybody off, and build the group if it is new. Receivers pause from here on.
+
+        Whoever has a head start hears it from the store."""
         self._broken, self._sums = None, []
         self._c.members.replies.clear()
         group = self._c.group
         assert group is not None
         for member in self._targets:
             self._c.control.send(member.key, Go(version=self._version))
+        announce(self._c.store, group.spec.generation, group.broadcasts, self._plan.digest)
+        group.broadcasts += 1
         began = time.perf_counter()
         if group.wire is None:
             self._guard(lambda: setattr(group, "wire", self._open_wire(group.spec)))

@@ -107,6 +107,27 @@ def give_up(store: dist.Store, generation: int, reason: str) -> None:
     _prefixed(store, generation).set("given_up", reason)
 
 
+def announce(store: dist.Store, generation: int, number: int, digest: str) -> None:
+    """Tell the members of a group that its broadcast `number` (from 0), of the plan with this digest, begins now."""
+    prefixed = _prefixed(store, generation)
+    prefixed.set(f"began/{number}", digest)
+    if number:
+        prefixed.delete_key(f"began/{number - 1}")
+
+
+def await_announcement(store: dist.Store, generation: int, number: int, timeout_s: float) -> str | None:
+    """The plan's digest once broadcast `number` begins; None when it has not within `timeout_s`. Raises WireBroken when
+    the store is gone."""
+    prefixed, key = _prefixed(store, generation), f"began/{number}"
+    try:
+        prefixed.wait([key], timedelta(seconds=timeout_s))
+        return prefixed.get(key).decode()
+    except dist.DistNetworkError as error:
+        raise WireBroken(str(error)) from error
+    except RuntimeError:  # a wait that was too long
+        return None
+
+
 def watch_store(store: dist.Store, generation: int) -> Watch:
     """A watch that breaks the wire once the sender gave up on this group, or its store is gone."""
     prefixed, asked = _prefixed(store, generation), 0.0

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from asyncrl.generation.copies import Copies
 from asyncrl.weights.messages import JoinSpec, PlanSpec
 from asyncrl.weights.receiver import Receiver as WeightReceiver
 
@@ -39,13 +40,13 @@ class Receiver:
     def asyncrl_receive(self, plan: str) -> dict[str, Any]:
         """Take part in one broadcast of a PlanSpec (JSON) and load it.
 
-        Returns `checksums` (one per bucket) and `load_s`. Raises RuntimeError when the model has parameters that the
-        plan does not bring.
+        Returns `checksums` (one per bucket), `load_s`, and `loaded` (see Copies.last). Raises RuntimeError when the
+        model has parameters that the plan does not bring.
         """
         self._asyncrl_touched = False
         if getattr(self, "_asyncrl_text", None) != plan:  # the same each time, and generation stands still meanwhile
             self._asyncrl_text, self._asyncrl_plan = plan, msgspec.json.decode(plan, type=PlanSpec)
-        loader = Loader(self.model_runner, self.vllm_config)  # type: ignore[attr-defined]
+        loader = Loader(self.vllm_config, self._asyncrl_model_copies())  # type: ignore[attr-defined]
 
         def load(tensors: Named) -> None:
             self._asyncrl_touched = True
@@ -53,11 +54,18 @@ class Receiver:
 
         checksums = self._asyncrl_receiver.receive(self._asyncrl_plan, load)
         loader.finish()
-        return {"checksums": list(checksums), "load_s": loader.load_s}
+        return {"checksums": list(checksums), "load_s": loader.load_s, "loaded": self._asyncrl_copies.last}
 
     def asyncrl_touched(self) -> bool:
         """True when the last `asyncrl_receive` changed any weight, complete or not."""
         return getattr(self, "_asyncrl_touched", False)
+
+    def _asyncrl_model_copies(self) -> Copies:
+        """What was learnt about loading this model, kept from one sync to the next."""
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        if not hasattr(self, "_asyncrl_copies") or self._asyncrl_copies.model is not model:
+            self._asyncrl_copies: Copies = Copies(model, model.load_weights)
+        return self._asyncrl_copies
 
     def asyncrl_leave(self) -> None:
         """Leave the weight group, if in one."""
@@ -68,32 +76,36 @@ class Receiver:
 class Loader:
     """Loads buckets of Hugging Face tensors into one vLLM model, in place, fusing and sharding as vLLM does.
 
-    Plain layers on a GPU take them directly. Layers that vLLM repacks or quantises after loading (all linear layers on
-    CPU) go through vLLM's layer-wise reload, which keeps a layer's tensors until all have come: those are copied,
+    Plain layers on a GPU take them directly; from the second sync on by the copies that the first was seen to make
+    (`copies.py`), if copies were all it made. Layers that vLLM repacks or quantises after loading (all linear layers
+    on CPU) go through vLLM's layer-wise reload, which keeps a layer's tensors until all have come: those are copied,
     because the bucket they lie in is about to be overwritten.
     """
 
-    def __init__(self, model_runner: Any, vllm_config: Any) -> None:
-        self._model = model_runner.get_model()
+    def __init__(self, vllm_config: Any, copies: Copies) -> None:
+        self._model: Any = copies.model
+        self._copies = copies
         self._vllm_config = vllm_config
-        self._direct = is_plain(self._model, vllm_config)
-        self._started = False
+        self._started = self._direct = False
         self._loaded: set[str] = set()
         self.load_s = 0.0
 
     def load(self, tensors: Named) -> None:
         """Load one bucket's tensors; after it returns the bucket may be overwritten (in stream order on a GPU)."""
         start = time.monotonic()
-        if not self._direct:
-            self._start_reload()
-            tensors = [(name, tensor.clone()) for name, tensor in tensors]
-        self._loaded |= self._within(lambda: self._model.load_weights(tensors)) or set()
+        if not self._started:
+            self._start()
+        if self._direct:
+            self._loaded |= self._within(lambda: self._copies.load(tensors))
+        else:
+            kept = [(name, tensor.clone()) for name, tensor in tensors]
+            self._loaded |= self._within(lambda: self._model.load_weights(kept)) or set()
         self.load_s += time.monotonic() - start
 
     def finish(self) -> None:
         """All buckets have come: repack what has to be, and check that no parameter kept its old value."""
         start = time.monotonic()
-        if self._started:
+        if self._started and not self._direct:
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
             self._within(lambda: finalize_layerwise_reload(self._model, self._vllm_config.model_config))
@@ -101,14 +113,20 @@ class Loader:
         missing = {name for name, _ in self._model.named_parameters()} - self._loaded
         if missing and self._loaded and self._vllm_config.model_config.quantization is None:
             raise RuntimeError(f"the trainer sent no weights for {len(missing)} parameters: {sorted(missing)[:5]}")
+        if self._direct:
+            self._copies.finish()
         self.load_s += time.monotonic() - start
 
-    def _start_reload(self) -> None:
-        if not self._started:
+    def _start(self) -> None:
+        """With the first bucket, not before: the next ones are on the wire meanwhile."""
+        self._direct = is_plain(self._model, self._vllm_config)
+        if self._direct:
+            self._copies.begin()
+        else:
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
             self._within(lambda: initialize_layerwise_reload(self._model))
-            self._started = True
+        self._started = True
 
     def _within(self, call: Callable[[], Any]) -> Any:
         import torch

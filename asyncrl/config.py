@@ -189,6 +189,9 @@ class GenerationConfig(Section):
     """Device of the local engine: auto, cpu, cuda, cuda:1."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the generator's weights; auto: float32 on CPU, bfloat16 on GPU."""
+    fp32_lm_head: bool = True
+    """Logits in float32 from vLLM, as the trainer computes them: rounding them to bfloat16 is most of what the two
+    disagree about. Not with a quantised model."""
     reward_workers: Count = 1
     """Processes per generator that compute rewards."""
     reward_timeout_s: Positive = 30.0

@@ -35,14 +35,22 @@ POINTS = 40
 """Points of a curve in the JSON."""
 STOP_S = 60.0
 ADDITION: dict[str, Any] = {
+    "algo": "dapo",
     "env": "arithmetic",
     "env.other-digits": 2,
     "training.batch-size": 32,
     "algo.n-samples": 16,
 }
-PRETRAINED: dict[str, Any] = {"env.style": "bare", "generation.max-tokens": 24, "training.seq-len": 128}
+PRETRAINED: dict[str, Any] = {
+    "env.style": "bare",
+    "generation.max-tokens": 24,
+    "training.seq-len": 128,
+    "training.learning-rate": 1e-5,
+}
 GSM8K: dict[str, Any] = {
+    "algo": "dapo",
     "env": "gsm8k",
+    "training.learning-rate": 1e-5,
     "env.last-number": "true",
     "training.batch-size": 32,
     "training.steps": 100_000,
@@ -57,8 +65,9 @@ SHARING: dict[str, Any] = {
     "generation.max-concurrency": 512,
     "generation.vllm.kv-cache-memory-bytes": 6_000_000_000,
     "generation.vllm.gpu-memory-utilization": 0.1,
+    "training.tokens-per-micro-batch": 8192,
 }
-"""A bounded cache instead of a share of the GPU: other runs are on it."""
+"""A bounded cache instead of a share of the GPU, and small forward passes: other runs are on both."""
 TINY: dict[str, Any] = {
     "generation.max-tokens": 6,
     "training.seq-len": 32,
@@ -159,7 +168,7 @@ def main() -> int:
     parser.add_argument("--gsm8k", help="folder with train.jsonl and test.jsonl; none: not run")
     parser.add_argument("--lags", default="0,4")
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--steps", type=int, default=300, help="of addition; GSM8K trains until the time is over")
+    parser.add_argument("--steps", type=int, default=200, help="of addition; GSM8K trains until the time is over")
     parser.add_argument("--together", type=int, default=7, help="runs at once")
     parser.add_argument("--seconds", type=float, default=1500.0, help="after which a run is stopped")
     parser.add_argument("--out", help="folder for the runs and the picture; none: a temporary one")

@@ -18,6 +18,7 @@ import json
 import multiprocessing
 import socket
 import statistics
+import sys
 from typing import Any
 
 import msgspec
@@ -128,11 +129,13 @@ def measure_vllm(model: str, args: argparse.Namespace) -> dict[str, Any]:
         pair.publish(int(seconds / args.every_s), every_s=args.every_s)
         result["tokens_per_s_updating"] = hear(pair.generator)["tokens_per_s"]
         say(pair.generator, do="rate", seconds=seconds)
-        result["tokens_per_s_again"] = hear(pair.generator)["tokens_per_s"]
+        again = hear(pair.generator)
+        result |= {"tokens_per_s_again": again["tokens_per_s"], "loaded": again["loaded"]}
         pair.shut()
         settings = [{"bucket_bytes": size, "num_buffers": count} for size in args.buckets for count in args.buffers]
         result["sweep"] = [setting | under_load(pair, args, **setting) for setting in settings]
         result |= min(result["sweep"], key=lambda row: row["total_s"])
+        print(f"{model} into vLLM: {json.dumps(result)}", file=sys.stderr, flush=True)  # should what follows fail
         if args.devices[0] != "cpu":
             for packed in (True, False):
                 result["theirs_packed" if packed else "theirs_unpacked"] = theirs(pair, args.repeats, packed=packed)
@@ -192,9 +195,8 @@ def show(result: dict[str, Any]) -> None:
         print(f"  {name:36} {1e3 * seconds:10.2f} ms")
     if live:
         before, during = (live["tokens_per_s"] + live["tokens_per_s_again"]) / 2, live["tokens_per_s_updating"]
-        print(
-            f"  {live['requests']} requests: {before:.0f} tokens/s, {during:.0f} while updating ({during / before:.1%})"
-        )
+        rates = f"{before:.0f} tokens/s, {during:.0f} while updating ({during / before:.1%})"
+        print(f"  {live['requests']} requests: {rates}; last load: {live['loaded']}")
     for title, sweep in (("resident", result["sweep"]), ("into vLLM", live["sweep"] if live else [])):
         print(
             f"  {title:10} MiB  buffers" + "".join(f"{stage[:-2]:>10}" for stage in STAGES) + "   ms" if sweep else ""
@@ -224,6 +226,7 @@ def main() -> None:
     results = [measure(model, args) for model in models.split(",")]
     for result in results:
         if args.engine == "vllm":
+            show(result)
             result["vllm"] = measure_vllm(result["model"], args)
         show(result)
     print(json.dumps({"benchmark": "weights", "results": results}))

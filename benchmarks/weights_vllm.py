@@ -54,7 +54,7 @@ class Live:
                 await self._rate(command["settle_s"])
                 return {"requests": count}
             case "rate":
-                return {"tokens_per_s": await self._rate(command["seconds"])}
+                return {"tokens_per_s": await self._rate(command["seconds"]), "loaded": self.engine.loaded}
             case "theirs":
                 return await self._theirs(command["port"], packed=command["packed"])
         raise ValueError(f"unknown command {command}")

@@ -51,6 +51,17 @@ def test_weights_are_bfloat16_on_a_gpu_and_float32_on_cpu_unless_chosen(tmp_path
     assert arguments(tmp_path, generation__dtype="bfloat16")["dtype"] == "bfloat16"
 
 
+def test_logits_are_float32_unless_switched_off_or_quantised(tmp_path: Path) -> None:
+    def overrides(**keys: object) -> dict:
+        return arguments(tmp_path, **keys).get("hf_overrides", {})
+
+    own = {"hf_overrides": {"rope_theta": 1e4}}
+    assert overrides(generation__vllm=own) == {"head_dtype": "float32", "rope_theta": 1e4}
+    assert overrides(generation__fp32_lm_head=False, generation__vllm=own) == own["hf_overrides"]
+    assert overrides(generation__vllm={"quantization": "fp8"}) == {}
+    assert overrides(generation__vllm={"hf_overrides": {"head_dtype": "model"}}) == {"head_dtype": "model"}
+
+
 def test_longest_sequence_is_what_is_trained_within_what_the_model_can(tmp_path: Path) -> None:
     assert arguments(tmp_path, training__seq_len=64)["max_model_len"] == 64
     assert arguments(tmp_path, training__seq_len=100_000)["max_model_len"] == 2048

@@ -30,6 +30,8 @@ from vllm_support import (  # noqa: E402  (needs vLLM)
 )
 
 from asyncrl.generation.engine import EngineDead  # noqa: E402
+from asyncrl.generation.vllm_args import RECEIVER  # noqa: E402
+from asyncrl.generation.vllm_logits import has_switch  # noqa: E402
 from asyncrl.types import Completion  # noqa: E402
 
 GREEDY = 0.0
@@ -106,8 +108,11 @@ def fresh_engine(folder: Path, ids: list[list[int]], tokens: int) -> list[tuple[
     memory: dict[str, Any] = {"gpu_memory_utilization": 0.3} if ON_GPU else {"kv_cache_memory_bytes": 64 << 20}
     llm = LLM(
         model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=1024, enforce_eager=not ON_GPU,
-        logprobs_mode="processed_logprobs", max_num_seqs=24, generation_config="vllm", **memory,
+        logprobs_mode="processed_logprobs", max_num_seqs=24, generation_config="vllm", worker_extension_cls=RECEIVER,
+        hf_overrides={"head_dtype": "float32"} if has_switch() else {}, **memory,
     )  # fmt: skip
+    if ON_GPU and not has_switch():
+        llm.collective_rpc("asyncrl_widen_head")
     params = SamplingParams(temperature=GREEDY, max_tokens=tokens, logprobs=0, detokenize=False)
     results = []
     for prompt in ids:

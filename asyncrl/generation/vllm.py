@@ -22,7 +22,8 @@ import msgspec
 import numpy as np
 
 from asyncrl.generation.engine import EngineDead
-from asyncrl.generation.vllm_args import engine_arguments, prepare_environment
+from asyncrl.generation.vllm_args import engine_arguments, prepare_environment, wide_head
+from asyncrl.generation.vllm_logits import has_switch
 from asyncrl.models import load_tokenizer
 from asyncrl.types import Completion, FinishReason, SamplingParams
 from asyncrl.weights.messages import JoinSpec, PlanSpec
@@ -56,6 +57,8 @@ class VLLMEngine:
     def __init__(self, run: Run, index: int) -> None:
         self.version = -1
         self.num_weight_ranks = run.config.services.generator.procs
+        self.loaded = ""
+        """How the workers took the last weights: model, learnt or repeated (`copies.py`)."""
         self.sync_times: dict[str, float] = {}
         """Of the last sync: `pause_s`, `load_s`, seconds."""
         self._config, self._index = run.config, index
@@ -85,6 +88,8 @@ class VLLMEngine:
         self._slots = asyncio.Semaphore(arguments["max_num_seqs"])
         # In a thread: it takes tens of seconds, and this loop sends heartbeats meanwhile.
         self._llm = await asyncio.to_thread(_start_vllm, arguments)
+        if on_gpu and not has_switch() and wide_head(self._config, arguments):
+            await self._rpc("asyncrl_widen_head")
         self._reports_versions = _reports_versions()
         if not self._reports_versions:
             _pass_markers(self._llm.engine_core)
@@ -194,7 +199,7 @@ class VLLMEngine:
         for rank, result in enumerate(results):
             if result["checksums"] != checksums:
                 raise RuntimeError(f"worker {rank} received other bytes than worker 0 of the same engine")
-        self.sync_times = {"load_s": max(result["load_s"] for result in results)}
+        self.loaded, self.sync_times = results[0]["loaded"], {"load_s": max(result["load_s"] for result in results)}
         return checksums
 
     async def commit_weights(self, version: int) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from asyncrl.generation.vllm_logits import has_switch
 from asyncrl.models import TINY, save_tiny
 
 if TYPE_CHECKING:
@@ -63,7 +65,16 @@ def engine_arguments(config: Config, *, index: int, on_gpu: bool) -> dict[str, A
         "logprobs_mode": "processed_logprobs",
         "load_format": "dummy",  # version 0 comes from the trainer
     }
+    if wide_head(config, chosen) and has_switch():
+        overrides = chosen.get("hf_overrides") or {}
+        if isinstance(overrides, dict):
+            chosen["hf_overrides"] = {"head_dtype": "float32", **overrides}
     return {**defaults, **chosen, **ours}
+
+
+def wide_head(config: Config, chosen: Mapping[str, Any]) -> bool:
+    """Whether vLLM shall compute logits in float32."""
+    return config.generation.fp32_lm_head and chosen.get("quantization") is None
 
 
 def check_arguments(chosen: dict[str, Any]) -> None:

@@ -37,6 +37,12 @@ class Receiver:
         alone = self.vllm_config.parallel_config.world_size == 1  # type: ignore[attr-defined]
         self._asyncrl_receiver.join(join, self.rank, self.device, head_start=alone)  # type: ignore[attr-defined]
 
+    def asyncrl_widen_head(self) -> int:
+        """Compute logits in float32 from now on; returns how many output heads do."""
+        from asyncrl.generation.vllm_logits import widen_head
+
+        return widen_head(self.model_runner.get_model())  # type: ignore[attr-defined]
+
     def asyncrl_receive(self, plan: str) -> dict[str, Any]:
         """Take part in one broadcast of a PlanSpec (JSON) and load it.
 

@@ -10,18 +10,14 @@ other's kernels can lock each other out.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 
+import torch.distributed as dist
+
 from asyncrl.weights.messages import JoinSpec
-from asyncrl.weights.wire import STORE_POLL_S, WireBroken, await_announcement, connect_store, watch_store
-
-log = logging.getLogger(__name__)
-
-LOOK_S = 1.0
-"""How often the thread looks whether it has been ended."""
+from asyncrl.weights.wire import STORE_POLL_S, WireBroken, await_announcement, connect_store, wake, watch_store
 
 
 class HeadStart:
@@ -30,41 +26,43 @@ class HeadStart:
     def __init__(
         self,
         spec: JoinSpec,
+        rank: int,
+        store: dist.Store,
         *,
         begin: Callable[[int, str], bool],
         claimed: Callable[[int], bool],
         abandon: Callable[[str], None],
     ) -> None:
-        """`begin(number, digest)` starts the first buckets of that broadcast and says whether it did; `claimed(number)`
-        whether the engine has come for them; `abandon(reason)` leaves the group."""
-        self._spec, self._begin, self._claimed, self._abandon = spec, begin, claimed, abandon
+        """`rank` is this member's in the group, `store` a client of which others make use too. `begin(number, digest)`
+        starts the first buckets of that broadcast and says whether it did; `claimed(number)` whether the engine has
+        come for them; `abandon(reason)` leaves the group."""
+        self._spec, self._rank, self._store = spec, rank, store
+        self._begin, self._claimed, self._abandon = begin, claimed, abandon
+        self._number = 0
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="weights-head-start")
-        self._thread.start()
+        threading.Thread(target=self._run, daemon=True, name="weights-head-start").start()
 
     def end(self) -> None:
-        """The group is closed. Never blocks."""
+        """The group is closed. Does not wait for the thread."""
         self._over.set()
+        wake(self._store, self._spec, self._rank, self._number)
 
     def _run(self) -> None:
-        number = 0
         try:
             store = connect_store(self._spec)  # its own: a wait holds a client's connection
             while not self._over.is_set():
-                digest = await_announcement(store, self._spec.generation, number, LOOK_S)
-                if digest is None:
-                    continue
-                if self._begin(number, digest):
-                    self._wait_for_engine(store, number)
-                number += 1
+                digest = await_announcement(store, self._spec, self._rank, self._number)
+                if self._begin(self._number, digest):
+                    self._wait_for_engine(store, self._number)
+                self._number += 1
         except WireBroken as error:
             if not self._over.is_set():
                 self._abandon(str(error))
 
-    def _wait_for_engine(self, store: object, number: int) -> None:
+    def _wait_for_engine(self, store: dist.Store, number: int) -> None:
         """Waits for the engine to take over the broadcast that was begun, at most the bound of a stage. Raises
         WireBroken when it does not, or when the sender gave up."""
-        watch = watch_store(store, self._spec.generation)  # type: ignore[arg-type]
+        watch = watch_store(store, self._spec.generation)
         deadline = time.monotonic() + self._spec.timeout_s
         while not self._over.is_set() and not self._claimed(number):
             watch()

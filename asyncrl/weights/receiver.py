@@ -65,11 +65,13 @@ class Receiver:
         self._device = exact(device)
         self._watch = watch_store(store, spec.generation)
         with current(self._device):
-            self._wire = open_wire(store, spec, spec.first_rank + rank_offset, self._device, self._watch)
+            rank = spec.first_rank + rank_offset
+            self._wire = open_wire(store, spec, rank, self._device, self._watch)
         self._broadcasts, self._begun, self._claimed = 0, False, False
         if head_start:
+            abandon = partial(self._abandon, self._wire)
             self._head_start = HeadStart(
-                spec, begin=self._begin_early, claimed=self._has_claimed, abandon=partial(self._abandon, self._wire)
+                spec, rank, store, begin=self._begin_early, claimed=self._has_claimed, abandon=abandon
             )
 
     def receive(self, plan: PlanSpec, load: Load) -> list[int]:

@@ -168,7 +168,7 @@ class Sync:
         assert group is not None
         for member in self._targets:
             self._c.control.send(member.key, Go(version=self._version))
-        announce(self._c.store, group.spec.generation, group.broadcasts, self._plan.digest)
+        announce(self._c.store, group.spec, group.broadcasts, self._plan.digest)
         group.broadcasts += 1
         began = time.perf_counter()
         if group.wire is None:

@@ -107,25 +107,36 @@ def give_up(store: dist.Store, generation: int, reason: str) -> None:
     _prefixed(store, generation).set("given_up", reason)
 
 
-def announce(store: dist.Store, generation: int, number: int, digest: str) -> None:
-    """Tell the members of a group that its broadcast `number` (from 0), of the plan with this digest, begins now."""
-    prefixed = _prefixed(store, generation)
-    prefixed.set(f"began/{number}", digest)
-    if number:
-        prefixed.delete_key(f"began/{number - 1}")
+def announce(store: dist.Store, spec: JoinSpec, number: int, digest: str) -> None:
+    """Tell each member of a group that its broadcast `number` (from 0), of the plan with this digest, begins now."""
+    keys = [_began(number, rank) for rank in range(1, spec.world_size)]
+    _prefixed(store, spec.generation).multi_set(keys, [digest] * len(keys))  # type: ignore[attr-defined]
 
 
-def await_announcement(store: dist.Store, generation: int, number: int, timeout_s: float) -> str | None:
-    """The plan's digest once broadcast `number` begins; None when it has not within `timeout_s`. Raises WireBroken when
-    the store is gone."""
-    prefixed, key = _prefixed(store, generation), f"began/{number}"
-    try:
-        prefixed.wait([key], timedelta(seconds=timeout_s))
-        return prefixed.get(key).decode()
-    except dist.DistNetworkError as error:
-        raise WireBroken(str(error)) from error
-    except RuntimeError:  # a wait that was too long
-        return None
+def await_announcement(store: dist.Store, spec: JoinSpec, rank: int, number: int) -> str:
+    """The plan's digest, once broadcast `number` begins; "" when `wake` came instead. Waits for as long as the store
+    lives. Raises WireBroken when it does not."""
+    prefixed, key = _prefixed(store, spec.generation), _began(number, rank)
+    while True:
+        try:
+            prefixed.wait([key], timedelta(hours=1))  # torch logs a wait that times out
+            digest = prefixed.get(key).decode()
+            prefixed.delete_key(key)
+            return digest
+        except dist.DistNetworkError as error:
+            raise WireBroken(str(error)) from error
+        except dist.DistStoreError:
+            continue
+
+
+def wake(store: dist.Store, spec: JoinSpec, rank: int, number: int) -> None:
+    """End this member's own wait for an announcement; `store` is not the client that waits."""
+    with contextlib.suppress(RuntimeError):  # the store is gone, and the wait with it
+        _prefixed(store, spec.generation).set(_began(number, rank), "")
+
+
+def _began(number: int, rank: int) -> str:
+    return f"began/{number}/{rank}"
 
 
 def watch_store(store: dist.Store, generation: int) -> Watch:

@@ -24,6 +24,7 @@ from asyncrl.types import SamplingParams
 
 REQUESTS = 128
 PROMPT, RESPONSE = 64, 512
+PAUSE_BOUND_S = 60.0
 
 
 class Live:
@@ -93,7 +94,9 @@ class Live:
             "dtype_names": ["bfloat16"] * len(self._names), "packed": packed,
         })  # fmt: skip
         began = time.perf_counter()
-        await self.engine._pause()
+        self.engine._open.clear()
+        await self.engine._none_adding.wait()
+        await self.engine._pause(PAUSE_BOUND_S)
         paused = time.perf_counter()
         await llm.start_weight_update()
         starting = time.perf_counter()

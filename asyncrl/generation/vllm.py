@@ -72,6 +72,7 @@ class VLLMEngine:
         self._count = 0
         self._timeout_s = run.config.weights.timeout_s
         self._paused_at: float | None = None
+        self._pausing: asyncio.Task[None] | None = None
         self._death = ""
         """Why this engine can serve nothing more."""
         self._busy_since = 0.0
@@ -193,8 +194,18 @@ class VLLMEngine:
         """Pause, receive into the model, stay paused. Returns a checksum per bucket, equal in all workers."""
         # Each bucket has its own bound in the worker; this one only catches a worker that hangs elsewhere.
         text, bound_s = _json(plan), self._timeout_s * (1 + len(buckets(plan)))
-        await self._pause()
+        self._open.clear()
+        await self._none_adding.wait()
+        self._paused_at = time.monotonic()
+        self._pausing = asyncio.create_task(self._pause(bound_s))
+        if self._config.generation.on_update != "keep":
+            await self._stand_still()
+            self._paused_at = time.monotonic()
+        # Otherwise this goes out right behind the pause. Workers take it once they have queued the step they are in:
+        # on the device the new weights follow it, and its tokens, which are of the old ones, come back before the
+        # pause is answered, which `commit_weights` waits for.
         results = await self._rpc("asyncrl_receive", text, bound_s=bound_s)
+        self._paused_at = max(self._paused_at, time.monotonic() - max(result["receive_s"] for result in results))
         checksums = results[0]["checksums"]
         for rank, result in enumerate(results):
             if result["checksums"] != checksums:
@@ -205,6 +216,7 @@ class VLLMEngine:
     async def commit_weights(self, version: int) -> None:
         """Serve the received weights as `version` from the next token on."""
         try:
+            await self._stand_still()
             if self._reports_versions:
                 await self._within(self._llm.update_weight_version(str(version)), "set its version")
             else:
@@ -217,19 +229,23 @@ class VLLMEngine:
         """Go on with the old weights if nothing was overwritten; raises EngineDead if something was."""
         if self._paused_at is None:
             return
+        await self._stand_still()
         if any(await self._rpc("asyncrl_touched")):
             raise self._dead("a weight sync failed half-way: the old weights are overwritten, the new ones incomplete")
         await self._resume()
 
-    async def _pause(self) -> None:
-        """Let no new request in and wait until vLLM stands still; its answer comes after every token sampled before."""
-        self._open.clear()
-        await self._none_adding.wait()
+    async def _stand_still(self) -> None:
+        """Wait for the pause that was begun, if one was."""
+        if self._pausing is not None:
+            await self._pausing
+            self._pausing = None
+
+    async def _pause(self, bound_s: float) -> None:
+        """Wait until vLLM stands still; its answer comes after every token sampled before."""
         mode, clear_cache = PAUSE[self._config.generation.on_update]
         # Not AsyncLLM.pause_generation: that also sleeps for 20 ms, which is half of what a sync takes.
         pause = self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
-        await self._within(pause, "pause")
-        self._paused_at = time.monotonic()
+        await self._within(pause, "pause", bound_s=bound_s)
 
     async def _resume(self) -> None:
         await self._within(self._llm.resume_generation(), "resume")

@@ -46,9 +46,10 @@ class Receiver:
     def asyncrl_receive(self, plan: str) -> dict[str, Any]:
         """Take part in one broadcast of a PlanSpec (JSON) and load it.
 
-        Returns `checksums` (one per bucket), `load_s`, and `loaded` (see Copies.last). Raises RuntimeError when the
-        model has parameters that the plan does not bring.
+        Returns `checksums` (one per bucket), `receive_s` (all of it), `load_s`, and `loaded` (see Copies.last). Raises
+        RuntimeError when the model has parameters that the plan does not bring.
         """
+        began = time.monotonic()
         self._asyncrl_touched = False
         if getattr(self, "_asyncrl_text", None) != plan:  # the same each time, and generation stands still meanwhile
             self._asyncrl_text, self._asyncrl_plan = plan, msgspec.json.decode(plan, type=PlanSpec)
@@ -60,7 +61,12 @@ class Receiver:
 
         checksums = self._asyncrl_receiver.receive(self._asyncrl_plan, load)
         loader.finish()
-        return {"checksums": list(checksums), "load_s": loader.load_s, "loaded": self._asyncrl_copies.last}
+        return {
+            "checksums": list(checksums),
+            "receive_s": time.monotonic() - began,
+            "load_s": loader.load_s,
+            "loaded": self._asyncrl_copies.last,
+        }
 
     def asyncrl_touched(self) -> bool:
         """True when the last `asyncrl_receive` changed any weight, complete or not."""

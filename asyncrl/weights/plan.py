@@ -26,6 +26,11 @@ DTYPE_BYTES = {
 }  # fmt: skip
 
 
+REMEMBERED = 8
+_cuts: dict[str, list[Bucket]] = {}
+"""Cutting a large plan takes longer than a message, and stands between a receiver and its first bucket."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """`nbytes` bytes of tensor number `tensor`, from its byte `start`, at byte `offset` of the bucket."""
@@ -80,11 +85,19 @@ def make_plan(specs: Sequence[TensorSpec], bucket_bytes: int, num_buffers: int, 
 
 
 def buckets(plan: PlanSpec) -> list[Bucket]:
-    """Cut the plan: pieces cover every byte of every tensor once, in order.
+    """Cut the plan: pieces cover every byte of every tensor once, in order. Remembered by the plan's digest.
 
     A tensor that fits in a bucket is never split, so that a receiver can load it in place; one that is larger fills
     what is left of the current bucket and goes on in the next. An empty tensor is one piece of no bytes.
     """
+    if plan.digest not in _cuts:
+        if len(_cuts) >= REMEMBERED:
+            _cuts.clear()
+        _cuts[plan.digest] = _cut(plan)
+    return _cuts[plan.digest]
+
+
+def _cut(plan: PlanSpec) -> list[Bucket]:
     cut: list[Bucket] = []
     pieces: list[Piece] = []
     fill = 0

@@ -290,6 +290,7 @@ def _build(store: dist.Store, spec: JoinSpec, rank: int, device: torch.device) -
 def _build_nccl(store: dist.Store, spec: JoinSpec, rank: int, device: torch.device) -> Any:
     """The communicator itself is made by the first collective, so there is one here, where set-up may be abandoned."""
     options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True  # copies and checksums run beside it, and would keep its kernels waiting
     options._timeout = timedelta(days=1)  # torch's watchdog reacts to its own bound by ending the process; ours is kept
     with _environment(NO_TEAR_DOWN), current(device):
         group = dist.ProcessGroupNCCL(store, rank, spec.world_size, options)

@@ -32,7 +32,8 @@ import psutil
 from asyncrl.config import CheckpointConfig, Config, ReplayConfig, SuperviseConfig, TrainingConfig
 from asyncrl.env import Env
 from asyncrl.replay import server
-from asyncrl.replay.client import AsyncReplayClient, ReplayClient
+from asyncrl.replay.async_client import AsyncReplayClient
+from asyncrl.replay.client import ReplayClient
 from asyncrl.replay.messages import Lease
 from asyncrl.types import Episode, Group, Prompt
 

@@ -27,7 +27,8 @@ from asyncrl.config import CheckpointConfig, Config, ReplayConfig, TrainingConfi
 from asyncrl.env import Env
 from asyncrl.memory import keep_freed_memory
 from asyncrl.replay import server, wire
-from asyncrl.replay.client import AsyncReplayClient, ReplayClient
+from asyncrl.replay.async_client import AsyncReplayClient
+from asyncrl.replay.client import ReplayClient
 from asyncrl.replay.messages import Lease
 from asyncrl.training.prefetch import Prefetch
 from asyncrl.types import Episode, Group, Prompt
@@ -148,10 +149,10 @@ def replay_consumer(address: str, journal: bool) -> Callable[[], int]:
         if not step:
             prefetch.begin(1)
         step += 1
+        prefetch.begin(step + 1)
         taken = prefetch.poll(60)
         if taken is None:
             raise TimeoutError("no batch in 60 s")
-        prefetch.begin(step + 1)
         client.publish(version=step, step=step)
         if journal and step % 2 == 0:
             client.forget(step=step - 2)

@@ -13,8 +13,8 @@ import numpy as np
 from asyncrl.config import Config, ReplayConfig, TrainingConfig
 from asyncrl.env import Env
 from asyncrl.replay import server, wire
+from asyncrl.replay.async_client import AsyncReplayClient
 from asyncrl.replay.buffer import Buffer
-from asyncrl.replay.client import AsyncReplayClient
 from asyncrl.replay.limiter import Limits, make_limits
 from asyncrl.replay.messages import Lease
 from asyncrl.replay.parcel import Parcel, parcel_of

@@ -14,7 +14,8 @@ import pytest
 from replay_helpers import make_group, make_run, serving
 
 from asyncrl.replay import server
-from asyncrl.replay.client import AsyncReplayClient, ReplayClient
+from asyncrl.replay.async_client import AsyncReplayClient
+from asyncrl.replay.client import ReplayClient
 from asyncrl.replay.journal import JournalFull
 
 

@@ -14,9 +14,11 @@ from chaos_proxy import badly
 from replay_helpers import make_group, make_run, serving
 
 from asyncrl.config import SuperviseConfig
-from asyncrl.replay import client as client_module
+from asyncrl.replay import exchange as exchange_module
 from asyncrl.replay import messages
-from asyncrl.replay.client import AsyncReplayClient, ReplayClient, Session
+from asyncrl.replay.async_client import AsyncReplayClient
+from asyncrl.replay.client import ReplayClient
+from asyncrl.replay.exchange import Session
 from asyncrl.types import Group
 
 P, STEPS, TARGET_LAG = 4, 10, 2
@@ -73,7 +75,7 @@ def train(address: str) -> list[Group]:
 def test_a_bad_network_loses_doubles_and_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setattr(client_module, "ASK_AGAIN_S", 0.2)
+    monkeypatch.setattr(exchange_module, "ASK_AGAIN_S", 0.2)
     run = make_run(str(tmp_path), training={"batch_size": P, "steps": STEPS}, target_lag=TARGET_LAG)
     with serving(run) as made, badly(made.address, seed=seed) as proxy:
         generators = [threading.Thread(target=lambda i=i: asyncio.run(generate(proxy.address, i))) for i in range(2)]

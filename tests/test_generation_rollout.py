@@ -17,7 +17,8 @@ from asyncrl.generation.local import LocalEngine
 from asyncrl.generation.rewards import RewardPool
 from asyncrl.generation.rollout import RolloutLoop
 from asyncrl.models import build_model, load_tokenizer
-from asyncrl.replay.client import AsyncReplayClient, ReplayClient
+from asyncrl.replay.async_client import AsyncReplayClient
+from asyncrl.replay.client import ReplayClient
 from asyncrl.types import Group
 
 torch.set_num_threads(1)

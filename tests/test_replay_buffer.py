@@ -79,6 +79,21 @@ def test_dropped_group_frees_its_admission_and_its_place() -> None:
     assert buffer.accounts()["ledger_tokens/started"] == 7 + 6
 
 
+def test_every_generator_gets_an_equal_part_of_the_leases() -> None:
+    buffer = make_buffer(P=4, target_lag=1)
+    shares = {}
+    for owner in "abc":
+        shares[owner] = buffer.share(owner, num_owners=3)
+        buffer.lease(min(3, shares[owner]), owner=owner, request=0, now=0.0)
+    assert shares == {"a": 3, "b": 3, "c": 3}  # of 8: the last to ask finds two
+    assert [sum(s.owner == owner for s in buffer.leased.values()) for owner in "abc"] == [3, 3, 2]
+    fill(buffer, [s.lease_id for s in list(buffer.leased.values()) if s.owner != "c"][:4])
+    take(buffer, 1)
+    buffer.publish(version=1, step=1)
+    assert buffer.room() == 4
+    assert [buffer.share(owner, num_owners=3) for owner in "abc"] == [3, 2, 2]
+
+
 def test_expired_lease_is_leased_again_in_its_old_place() -> None:
     buffer = make_buffer(P=2, target_lag=1)
     a, b, c, d = lease_all(buffer, now=0.0)

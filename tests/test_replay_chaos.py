@@ -13,8 +13,9 @@ import pytest
 import zmq
 from replay_helpers import make_group, make_run, serving
 
-from asyncrl.replay import client as client_module
-from asyncrl.replay.client import AsyncReplayClient, ReplayClient
+from asyncrl.replay import exchange as exchange_module
+from asyncrl.replay.async_client import AsyncReplayClient
+from asyncrl.replay.client import ReplayClient
 
 
 class Network(threading.Thread):
@@ -81,7 +82,7 @@ def bad_network(server: str, seed: int) -> Iterator[Network]:
 def test_every_prompt_is_trained_once_over_a_bad_network(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "ASK_AGAIN_S", 0.1)
+    monkeypatch.setattr(exchange_module, "ASK_AGAIN_S", 0.1)
     run = make_run(str(tmp_path), training={"batch_size": 4, "steps": 8}, target_lag=1)
     with serving(run) as made, bad_network(made.address, seed) as network:
         trainer = ReplayClient(network.address, role="trainer")

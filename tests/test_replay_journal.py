@@ -19,8 +19,9 @@ from replay_helpers import limits_of, make_buffer, make_group, make_parcel, make
 from asyncrl.config import CurriculumConfig
 from asyncrl.curriculum import Curriculum
 from asyncrl.replay import server
+from asyncrl.replay.async_client import AsyncReplayClient
 from asyncrl.replay.buffer import Buffer
-from asyncrl.replay.client import AsyncReplayClient, ReplayClient
+from asyncrl.replay.client import ReplayClient
 from asyncrl.replay.journal import Journal, JournalFull
 from asyncrl.replay.limiter import least_max_lag
 from asyncrl.replay.segments import Segments

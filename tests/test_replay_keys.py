@@ -14,7 +14,7 @@ import zmq
 from replay_helpers import make_run, serving
 
 from asyncrl.cli import main
-from asyncrl.replay import client as client_module
+from asyncrl.replay import exchange as exchange_module
 from asyncrl.replay import keys, server
 from asyncrl.replay.client import ReplayClient
 
@@ -41,7 +41,7 @@ def can_talk(address: str, curve: keys.CurveKeys | None) -> bool:
 
 @pytest.fixture(autouse=True)
 def _short_greeting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "SILENCE_S", 2.0)
+    monkeypatch.setattr(exchange_module, "SILENCE_S", 2.0)
 
 
 def test_client_on_the_allow_list_gets_in_and_nobody_else(tmp_path: Path, folder: Path) -> None:

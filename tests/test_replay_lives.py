@@ -14,7 +14,8 @@ from replay_helpers import answer, make_group, make_run, run_async, serving
 
 from asyncrl.config import SuperviseConfig
 from asyncrl.replay import server
-from asyncrl.replay.client import AsyncReplayClient, ReplayClient
+from asyncrl.replay.async_client import AsyncReplayClient
+from asyncrl.replay.client import ReplayClient
 
 
 def _lease_and_hang(address: str, leased: object) -> None:

@@ -12,7 +12,9 @@ import zmq
 from replay_helpers import answer, make_run, run_async, serving
 
 from asyncrl.replay import messages, server, wire
-from asyncrl.replay.client import AsyncReplayClient, ReplayClient, Session, TakeTimeout
+from asyncrl.replay.async_client import AsyncReplayClient
+from asyncrl.replay.client import ReplayClient
+from asyncrl.replay.exchange import Session, TakeTimeout
 from asyncrl.replay.seal import unseal
 
 

@@ -15,7 +15,7 @@ import torch
 from training_helpers import free_port, random_groups
 
 from asyncrl.models import build_model
-from asyncrl.replay.client import AsyncReplayClient
+from asyncrl.replay.async_client import AsyncReplayClient
 from asyncrl.replay.server import serve
 from asyncrl.roles import read_address
 from asyncrl.settings import load, resolve, save

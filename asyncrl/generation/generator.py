@@ -24,7 +24,7 @@ from asyncrl.generation.rollout import RolloutLoop
 from asyncrl.generation.traced import Traced
 from asyncrl.metrics import open_timer
 from asyncrl.models import load_tokenizer
-from asyncrl.replay.client import AsyncReplayClient
+from asyncrl.replay.async_client import AsyncReplayClient
 from asyncrl.replay.keys import CurveKeys, load_keys
 from asyncrl.settings import Run
 from asyncrl.weights.follower import follow

@@ -102,10 +102,18 @@ class Buffer:
         admitted = self.limits.room(trained=self.live_uses, committed=self.committed)
         return again + min(admitted, self._capacity_room())
 
+    def share(self, owner: str, *, num_owners: int) -> int:
+        """Leases that `owner` may get now, so that none is left idle: what it lacks to an equal part of all, at least
+        its part of the free ones."""
+        room, held = self.room(), sum(seat.owner == owner for seat in self.leased.values())
+        return max(-(-(room + len(self.leased)) // num_owners) - held, -(-room // num_owners))
+
     def lease(self, n: int, *, owner: str, request: int, now: float) -> list[Seat]:
         """Up to `n` leases for one generator; [] when there is no room now."""
         granted: list[Seat] = []
-        while len(granted) < n and self.room() > 0 and (seat := self._next_seat()) is not None:
+        for _ in range(min(n, self.room())):  # each takes one of them
+            if (seat := self._next_seat()) is None:
+                break
             self._grant(seat, owner=owner, request=request, now=now)
             granted.append(seat)
         return granted
@@ -132,8 +140,7 @@ class Buffer:
         self, lease_id: int, reason: str, *, num_tokens: int = 0, reward: float = nan, length: float = nan
     ) -> bool:
         """The lease ends without a group. False: it had expired. Raises EndlessRejection."""
-        seat = self.leased.get(lease_id)
-        if seat is None:
+        if (seat := self.leased.get(lease_id)) is None:
             return False
         self._end_without_group(seat, reason, num_tokens)
         if reason in AGAIN:

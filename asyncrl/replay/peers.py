@@ -87,7 +87,8 @@ class Peer:
         """Replies below `acked` will not be asked for again."""
         if acked > self.acked:
             self.acked = acked
-            self.replies = {s: r for s, r in self.replies.items() if s >= acked}
+            for seq in [s for s in self.replies if s < acked]:
+                del self.replies[seq]
 
     def remember(self, seq: int, frames: list[wire.Frame]) -> None:
         self.replies[seq] = frames

@@ -18,7 +18,7 @@ import numpy as np
 Frame = bytes | bytearray | memoryview
 SEAL_BYTES = 8
 _PAIR = struct.Struct("<QQ")
-_MASK = (1 << 64) - 1
+_WORD, _MASK = np.dtype(np.uint64), (1 << 64) - 1
 _SHORT = 4096
 """Up to here CRC-32 is quicker; beyond, the sum of 64-bit words (20 GB/s against 1 GB/s)."""
 
@@ -39,10 +39,7 @@ def seal(header: Frame, digests: Sequence[bytes] = ()) -> bytes:
 
     `digests` are those of the frames after the header.
     """
-    value = 0
-    for digest in (digest_of(header), *digests):
-        value = zlib.crc32(digest, value)
-    return value.to_bytes(SEAL_BYTES, "little")
+    return zlib.crc32(b"".join((digest_of(header), *digests))).to_bytes(SEAL_BYTES, "little")
 
 
 def unseal(frames: Sequence[Frame]) -> tuple[memoryview, Payload]:
@@ -56,10 +53,11 @@ def unseal(frames: Sequence[Frame]) -> tuple[memoryview, Payload]:
 
 def digest_of(frame: Frame) -> bytes:
     """16 bytes that follow from the bytes of one frame and their number."""
-    view = memoryview(frame).cast("B")
-    length = len(view)
+    length = memoryview(frame).nbytes
     if length <= _SHORT:
-        return _PAIR.pack(zlib.crc32(view), length)
-    words = length // 8
-    total = int(np.add.reduce(np.frombuffer(view, np.uint64, words))) + zlib.crc32(view[8 * words :])
-    return _PAIR.pack(total & _MASK, length)
+        return _PAIR.pack(zlib.crc32(frame), length)
+    words, rest = divmod(length, 8)
+    total = int(np.add.reduce(np.frombuffer(frame, _WORD, words)))
+    if rest:
+        total = (total + zlib.crc32(memoryview(frame).cast("B")[-rest:])) & _MASK
+    return _PAIR.pack(total, length)

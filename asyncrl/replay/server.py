@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -20,7 +20,7 @@ import zmq
 from asyncrl.config import Config
 from asyncrl.curriculum import Curriculum
 from asyncrl.hosts import reachable
-from asyncrl.replay import wire
+from asyncrl.replay import frames, wire
 from asyncrl.replay.buffer import Buffer
 from asyncrl.replay.journal import Journal
 from asyncrl.replay.keys import CurveKeys, Gate, load_keys, secure_server
@@ -91,9 +91,9 @@ class Server:
         now = self._now()
         try:
             while message is not None:
-                self.service.handle(message[0].bytes, cast(list[wire.Frame], message[1:]), now)
+                self.service.handle(bytes(message[0]), message[1:], now)
                 handled += 1
-                message = self._receive(zmq.NOBLOCK) if handled < TURN_MESSAGES else None
+                message = self._receive(frames.NOBLOCK) if handled < TURN_MESSAGES else None
             self.service.settle(now)
             if now >= self._next_tick:
                 self.service.tick(now)
@@ -112,10 +112,10 @@ class Server:
             self._gate.close()
         self._context.term()
 
-    def _receive(self, flags: int) -> list[zmq.Frame] | None:
+    def _receive(self, flags: int) -> list[wire.Frame] | None:
         """Whose message it is, then its frames; they stay where ZeroMQ has put them."""
         try:
-            return self._socket.recv_multipart(flags, copy=False)
+            return frames.receive(self._socket, flags)
         except zmq.Again:
             return None
 
@@ -130,9 +130,11 @@ class Server:
 
     def _flush(self) -> None:
         """Send what was answered. A client that is gone or does not read asks again for what it missed."""
-        for identity, frames in self.service.outbox:
-            with suppress(zmq.Again, zmq.ZMQError):
-                self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
+        for identity, message in self.service.outbox:
+            try:
+                frames.send(self._socket, [identity, *message], copy=False)
+            except zmq.ZMQError:
+                continue
         self.service.outbox.clear()
 
     def _now(self) -> float:

@@ -101,9 +101,12 @@ class Service:
 
     def settle(self, now: float) -> None:
         """Try what is parked again, oldest first; drop what its sender no longer wants."""
+        no_lease = not self.buffer.over and self.buffer.room() < 1
         for key, waiting in list(self.parked.items()):
             if waiting.seq < waiting.peer.acked or waiting.peer.replaced:
                 del self.parked[key]
+            elif no_lease and isinstance(waiting.body, messages.AskLease):
+                continue
             elif (reply := self._try(waiting, _NOTHING, now)) is not None:
                 del self.parked[key]
                 self._reply(waiting.peer, waiting.seq, reply)
@@ -224,9 +227,9 @@ class Service:
     def _grant(self, peer: Peer, seq: int, n: int, now: float) -> messages.Leases | None:
         if peer.silent:  # its request is still parked: it must not get back the leases that its silence has freed
             return None
-        # What there is room for is shared, so that the first to ask does not leave the others idle.
-        share = -(-self.buffer.room() // max(1, self.peers.num_alive()))
-        seats = self.buffer.lease(min(n, share), owner=peer.incarnation, request=seq, now=now)
+        owner = peer.incarnation
+        share = self.buffer.share(owner, num_owners=max(1, self.peers.num_alive()))
+        seats = self.buffer.lease(min(n, share), owner=owner, request=seq, now=now)
         if not seats and not self.buffer.over:
             return None
         return messages.Leases(

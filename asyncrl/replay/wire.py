@@ -159,8 +159,8 @@ def pack_group(group: Group) -> list[Frame]:
     return [_pack_header(header), body.data if body.size else b""]
 
 
-def unpack_group(frames: Sequence[Frame]) -> Group:
-    """Header and body -> Group. Raises ValueError.
+def unpack_group(frames: Sequence[Frame], *, newest: int | None = None) -> Group:
+    """Header and body -> Group; versions above `newest` become `newest`. Raises ValueError.
 
     Its arrays are views of the body where that can be written to, as a received frame can; else they are copies.
     """
@@ -173,6 +173,8 @@ def unpack_group(frames: Sequence[Frame]) -> Group:
     if arrays[4].size and arrays[4].max() > 1:
         raise ValueError("a group's mask must hold 0 and 1 only")
     prompts, ids, logprobs, versions, mask = (_own(a, t) for a, t in zip(arrays, _CONVERSIONS, strict=True))
+    if newest is not None:
+        np.minimum(versions, newest, out=versions)
     prompt_parts = _cut(prompts, header.prompt_lengths) * (G if len(header.prompt_lengths) == 1 else 1)
     columns = [_cut(a, header.lengths) for a in (ids, logprobs, versions, mask.view(bool))]
     texts = _cut(texts_frame.tobytes(), header.text_lengths)
@@ -277,13 +279,13 @@ def _pack_header(header: msgspec.Struct) -> bytes:
 
 def unpack_header(frame: Frame, decoder: msgspec.msgpack.Decoder[T]) -> T:
     """Header frame -> what `decoder` makes of it. Raises ValueError."""
-    if _size(frame) > MAX_HEADER_BYTES:
-        raise ValueError(f"a header may have {MAX_HEADER_BYTES} bytes, got {_size(frame)}")
     view = memoryview(frame)
+    if view.nbytes > MAX_HEADER_BYTES:
+        raise ValueError(f"a header may have {MAX_HEADER_BYTES} bytes, got {view.nbytes}")
     start = bytes(view[:4])
-    if start[:3] != PREFIX[:3]:
-        raise ValueError(f"not a message of asyncrl: it starts with {start!r}")
     if start != PREFIX:
+        if start[:3] != PREFIX[:3]:
+            raise ValueError(f"not a message of asyncrl: it starts with {start!r}")
         raise ValueError(
             f"the message has schema version {start[3] if len(start) > 3 else None}, this side speaks "
             f"{SCHEMA_VERSION}: run the same asyncrl everywhere"

@@ -60,12 +60,12 @@ class Director:
         if self._step < last:
             self._prefetch.begin(self._step + 1)
         while self._step < last:
+            if self._step + 2 <= last:
+                self._prefetch.begin(self._step + 2)  # to be asked for when the one that is awaited has come
             taken = self._await_batch()
             if taken is None or not taken.groups:
                 reason = "interrupted" if taken is None else "data"
                 break
-            if self._step + 2 <= last:
-                self._prefetch.begin(self._step + 2)
             self._train(taken)
         self._end(reason)
         return reason

@@ -15,7 +15,7 @@ One body frame and not six: below about 64 KB a frame costs more than its bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -170,7 +170,7 @@ def unpack_group(frames: Sequence[Frame], *, newest: int | None = None) -> Group
     if not len(detail.finish_reasons) == len(detail.named_rewards) == len(detail.metadata) == G:
         raise ValueError(f"a group's header must describe {G} episodes in every field")
     *arrays, texts_frame = columns_of(header, frames[1])
-    if arrays[4].size and arrays[4].max() > 1:
+    if arrays[4].size and _greatest(arrays[4]) > 1:
         raise ValueError("a group's mask must hold 0 and 1 only")
     prompts, ids, logprobs, versions, mask = (_own(a, t) for a, t in zip(arrays, _CONVERSIONS, strict=True))
     if newest is not None:
@@ -266,8 +266,7 @@ def _own(column: np.ndarray, kind: Any) -> np.ndarray:
 
 
 def _cut(whole: Any, lengths: list[int]) -> list[Any]:
-    ends = np.cumsum([0, *lengths]).tolist()
-    return [whole[a:b] for a, b in pairwise(ends)]
+    return [whole[a:b] for a, b in pairwise(accumulate(lengths, initial=0))]
 
 
 def _pack_header(header: msgspec.Struct) -> bytes:

@@ -87,6 +87,8 @@ class Journal:
         self._db.execute("pragma synchronous = normal")
         self._db.executescript(_TABLES)
         self._check_format(folder)
+        self._forgettable: tuple[int, int] | None = None
+        """(step, position): seats before the position that were used up by the step leave with the next transaction."""
         self._redo, self._pending = Redo(folder / "redo.bin"), list[Turn]()
         (self._epoch,) = self._db.execute("select coalesce(max(epoch), 0) from redo").fetchone()
         self._pending += map(_TURNS.decode, self._redo.read(self._epoch + 1))
@@ -107,6 +109,8 @@ class Journal:
         if not changes.seats and counters == self._written:
             return
         with _naming_a_full_disk():
+            if self._forgettable and not self._segments.hold(p.nbytes for p in changes.arrived.values()):
+                self.flush()
             for position, parcel in changes.arrived.items():
                 self._places[position] = _ENCODER.encode(self._segments.append(parcel.frames))
             turn = self._turn(changes, buffer.uses_by_step, buffer.curriculum, counters)
@@ -121,15 +125,23 @@ class Journal:
 
     def flush(self) -> None:
         """Tell the database what it has not been told yet. Raises JournalFull."""
-        if not self._pending:
+        if not self._pending and not self._forgettable:
             return
         with _naming_a_full_disk():
             with _Transaction(self._db):
-                self._write(merge(self._pending))
-                self._db.execute("insert or replace into redo values (0, ?)", (self._epoch + 1,))
-            self._epoch += 1
-            self._pending.clear()
-            self._redo.empty()
+                if self._pending:
+                    self._write(merge(self._pending))
+                    self._db.execute("insert or replace into redo values (0, ?)", (self._epoch + 1,))
+                if self._forgettable:
+                    self._delete_used_up(*self._forgettable)
+            if self._pending:
+                self._epoch += 1
+                self._pending.clear()
+                self._redo.empty()
+            if self._forgettable:
+                self._forgettable = None
+                self._segments.keep(self._used_segments())
+                self._segments.trim(SPARE_SEGMENTS)
 
     def _turn(
         self, changes: Changes, uses_by_step: dict[int, int], curriculum: Curriculum | None, counters: bytes
@@ -176,20 +188,17 @@ class Journal:
             self._db.executemany(f"delete from {table} where position = ?", gone)
 
     def forget(self, step: int, buffer: Buffer) -> None:
-        """Nobody will rewind to before `step`: remove what was used up by then and has left the line."""
-        self.flush()
-        step = min(step, buffer.step - TAKES_KEPT)
-        gone = self._db.execute(
-            "select position from seats where state = ? and last_step <= ? and position < ?",
-            (USED_UP, step, buffer.line.anchor(buffer.cursor)),
-        ).fetchall()
-        with _Transaction(self._db):
-            self._delete(position for (position,) in gone)
-            for (position,) in gone:
-                self._places.pop(position, None)
-            self._db.execute("delete from steps where step < ?", (step,))
-        self._segments.keep(self._used_segments())
-        self._segments.trim(SPARE_SEGMENTS)
+        """Nobody will rewind to before `step`: what was used up by then and has left the line is removed, together with
+        the next transaction or when a new segment would be needed."""
+        self._forgettable = min(step, buffer.step - TAKES_KEPT), buffer.line.anchor(buffer.cursor)
+
+    def _delete_used_up(self, step: int, before: int) -> None:
+        used_up = f"from seats where state = {USED_UP} and last_step <= ? and position < ?"
+        gone = [position for (position,) in self._db.execute(f"select position {used_up}", (step, before))]
+        self._delete(gone)
+        for position in gone:
+            self._places.pop(position, None)
+        self._db.execute("delete from steps where step < ?", (step,))
 
     def close(self) -> None:
         """Close the files; everything committed stays."""

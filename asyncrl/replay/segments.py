@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -53,6 +53,11 @@ class Segments:
         write_all(self._fd, [_LENGTHS.pack(*lengths), *frames], self._offset, total)
         self._offset += total
         return place
+
+    def hold(self, sizes: Iterable[int]) -> bool:
+        """Whether groups of so many bytes find room in files that are there already."""
+        room = SEGMENT_BYTES - self._offset if self._fd >= 0 else 0
+        return bool(self._free) or sum(_LENGTHS.size + size for size in sizes) <= room
 
     def read(self, place: Place) -> list[bytes]:
         """The frames of one group. Raises ValueError when they are not there in full."""

@@ -207,7 +207,7 @@ class GenerationConfig(Section):
 class WeightsConfig(Section):
     """How new weights travel to the generators."""
 
-    bucket_bytes: Count = 512 << 20
+    bucket_bytes: Count = 1 << 30
     """Size of one broadcast bucket."""
     num_buffers: Count = 2
     """Buckets that a receiver holds before it loads them: the more, the more arrives before vLLM has paused. The

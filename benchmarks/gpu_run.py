@@ -28,7 +28,7 @@ from weights_ends import MODELS
 from asyncrl.metrics import read_rows
 from asyncrl.models import tiny_tokenizer
 
-CHUNK = 512 << 20
+CHUNK = 1 << 30
 WAIT_S = 900.0
 WARM_UP = 3
 """Steps that do not count: compilation, first syncs."""

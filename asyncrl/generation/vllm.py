@@ -205,7 +205,7 @@ class VLLMEngine:
         # on the device the new weights follow it, and its tokens, which are of the old ones, come back before the
         # pause is answered, which `commit_weights` waits for.
         results = await self._rpc("asyncrl_receive", text, bound_s=bound_s)
-        self._paused_at = max(self._paused_at, time.monotonic() - max(result["receive_s"] for result in results))
+        self._paused_at = max(self._paused_at, time.monotonic() - max(result["pause_s"] for result in results))
         checksums = results[0]["checksums"]
         for rank, result in enumerate(results):
             if result["checksums"] != checksums:

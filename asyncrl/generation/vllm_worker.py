@@ -46,10 +46,10 @@ class Receiver:
     def asyncrl_receive(self, plan: str) -> dict[str, Any]:
         """Take part in one broadcast of a PlanSpec (JSON) and load it.
 
-        Returns `checksums` (one per bucket), `receive_s` (all of it), `load_s`, and `loaded` (see Copies.last). Raises
-        RuntimeError when the model has parameters that the plan does not bring.
+        Returns `checksums` (one per bucket), `pause_s` (since the last step ended on the device), `load_s`, and
+        `loaded` (see Copies.last). Raises RuntimeError when the model has parameters that the plan does not bring.
         """
-        began = time.monotonic()
+        pause = Stopwatch(self.device)  # type: ignore[attr-defined]
         self._asyncrl_touched = False
         if getattr(self, "_asyncrl_text", None) != plan:  # the same each time, and generation stands still meanwhile
             self._asyncrl_text, self._asyncrl_plan = plan, msgspec.json.decode(plan, type=PlanSpec)
@@ -63,7 +63,7 @@ class Receiver:
         loader.finish()
         return {
             "checksums": list(checksums),
-            "receive_s": time.monotonic() - began,
+            "pause_s": pause.seconds(),
             "load_s": loader.load_s,
             "loaded": self._asyncrl_copies.last,
         }
@@ -83,6 +83,29 @@ class Receiver:
         """Leave the weight group, if in one."""
         if hasattr(self, "_asyncrl_receiver"):
             self._asyncrl_receiver.leave()
+
+
+class Stopwatch:
+    """Runs from when a device has done all that was queued when this was made; on a CPU, from then."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self._began = time.monotonic()
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(device))
+
+    def seconds(self) -> float:
+        """Until the device has done all that is queued now."""
+        if self._event is None:
+            return time.monotonic() - self._began
+        import torch
+
+        now = torch.cuda.Event(enable_timing=True)
+        now.record()
+        now.synchronize()
+        return self._event.elapsed_time(now) / 1e3
 
 
 class Loader:

@@ -28,6 +28,7 @@ from asyncrl.weights.messages import (
     Go,
     Hello,
     JoinSpec,
+    PlanSpec,
     Prepare,
     Ready,
     Received,
@@ -89,6 +90,7 @@ class _Follower:
         self._engine, self._index, self._incarnation = engine, index, incarnation
         self._config, self._on_version = config, on_version
         self._prepared: Prepare | None = None
+        self._plan: PlanSpec | None = None  # the one agreed to last
         self._joined: JoinSpec | None = None  # the group that the engine is in
         self._checksums: list[int] | None = None
         self._receive_s = self._pause_before_s = 0.0
@@ -119,16 +121,20 @@ class _Follower:
                 await self._discard(reason)
 
     async def _prepare(self, message: Prepare) -> None:
-        self._prepared, self._checksums = message, None
-        if digest(message.plan) != message.plan.digest:
+        self._prepared, self._checksums = None, None
+        plan = message.plan or self._plan
+        if plan is None or plan.digest != message.digest:
+            await self._fail(message.version, "prepare", "the trainer refers to a plan that it has not sent")
+        elif message.plan is not None and digest(plan) != plan.digest:
             await self._fail(message.version, "prepare", "the plan does not match its own digest")
         else:
-            await self._say(Ready(version=message.version, digest=message.plan.digest))
+            self._plan, self._prepared = plan, message
+            await self._say(Ready(version=message.version, digest=plan.digest))
 
     async def _go(self, version: int) -> None:
         """Join the group if it is a new one, then receive; the engine pauses only for the latter."""
-        prepared = self._prepared
-        if prepared is None or prepared.version != version:
+        prepared, plan = self._prepared, self._plan
+        if prepared is None or plan is None or prepared.version != version:
             await self._fail(version, "prepare", "was told to go without having been prepared")
             return
         if self._joined != prepared.spec:
@@ -138,15 +144,15 @@ class _Follower:
             self._joined = prepared.spec
         self._pause_before_s, began = self._engine.activity()["pause_s"], time.perf_counter()
         self.pending = True
-        if await self._attempt(version, "load", self._receive(prepared)):
+        if await self._attempt(version, "load", self._receive(prepared.spec, plan)):
             self._receive_s = time.perf_counter() - began
             await self._say(Received(version=version, checksums=self._checksums or []))
 
-    async def _receive(self, prepared: Prepare) -> None:
-        bound_s = prepared.spec.timeout_s * (1 + len(buckets(prepared.plan)))
+    async def _receive(self, spec: JoinSpec, plan: PlanSpec) -> None:
+        bound_s = spec.timeout_s * (1 + len(buckets(plan)))
         try:
             async with asyncio.timeout(bound_s):
-                self._checksums = await self._engine.receive_weights(prepared.plan)
+                self._checksums = await self._engine.receive_weights(plan)
         except TimeoutError as error:
             raise EngineDead(f"the engine is stuck in a broadcast for more than {bound_s:g} s") from error
 
@@ -198,9 +204,12 @@ class _Follower:
         await self.socket.send_multipart(encode(message))
 
     async def _next(self, timeout_s: float) -> ToGenerator | None:
-        if not await self.socket.poll(int(timeout_s * 1000)):
+        try:
+            async with asyncio.timeout(timeout_s):  # faster than to poll first
+                frames = await self.socket.recv_multipart()
+        except TimeoutError:
             return None
-        return decode_to_generator(await self.socket.recv_multipart())
+        return decode_to_generator(frames)
 
 
 def _dealer(

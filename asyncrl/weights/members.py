@@ -32,6 +32,8 @@ class Member:
     num_ranks: int
     version: int
     """What it serves."""
+    agreed: str = ""
+    """Digest of the plan that it has agreed to, and so knows."""
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
     generator -> trainer   Hello(incarnation, num_ranks)             I am here; I serve `version` (-1: nothing yet);
                                                                      said again every second while idle
-    trainer -> generator   Prepare(spec, plan, version)              this is what will come, through this group
+    trainer -> generator   Prepare(spec, digest, plan, version)      this is what will come, through this group
     generator -> trainer   Ready | Failed(stage, reason)             plan checked; nobody has joined anything yet
     trainer -> generator   Go(version)                               join (if the group is new), then receive
     generator -> trainer   Received(version, checksums) | Failed
@@ -19,7 +19,7 @@ from typing import Literal
 
 import msgspec
 
-SCHEMA = b"asyncrl-weights-1"
+SCHEMA = b"asyncrl-weights-2"
 """First frame of every control message; a peer that speaks another schema is refused by name."""
 
 
@@ -71,7 +71,10 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     version: int
     spec: JoinSpec
-    plan: PlanSpec
+    digest: str
+    """Of the plan."""
+    plan: PlanSpec | None
+    """None: the one of that digest, which this generator has agreed to before."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):

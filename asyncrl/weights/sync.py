@@ -148,13 +148,16 @@ class Sync:
     def _all_ready(self) -> bool:
         spec, rank = self._c.enlist(self._targets).spec, 1
         self._c.members.replies.clear()
+        digest = self._plan.digest
         for member in self._targets:
-            own = _with_first_rank(spec, rank)
-            self._c.control.send(member.key, Prepare(version=self._version, spec=own, plan=self._plan))
+            own, plan = _with_first_rank(spec, rank), None if member.agreed == digest else self._plan
+            self._c.control.send(member.key, Prepare(version=self._version, spec=own, digest=digest, plan=plan))
             rank += member.num_ranks
         self._collect()
-        ready = [self._expect(m, Ready, "prepare") for m in self._targets]
-        return all(ready)
+        ready = [member for member in self._targets if self._expect(member, Ready, "prepare")]
+        for member in ready:
+            member.agreed = digest
+        return len(ready) == len(self._targets)
 
     # -- broadcast -------------------------------------------------------------------------------------------------
 

@@ -147,6 +147,7 @@ def _drain(results: Any, workers: list[Any], take: Callable[[], int]) -> list[fl
             latencies += results.get()
         worker.join(0.1)
     done.set()
+    thread.join(1)  # libzmq aborts a process that is just reading the frames of a message when its sender goes
     for worker in workers:
         worker.join(2)
         if worker.is_alive():

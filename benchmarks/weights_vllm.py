@@ -34,8 +34,8 @@ class Live:
         self._on_gpu = device != "cpu"
         folder = Path(tempfile.mkdtemp(prefix="asyncrl-weights-"))
         save_shapes(model, folder / "model")
-        config = load(None, {"run_dir": str(folder / "run"), "generation.engine": "vllm"})
-        config.model.path = str(folder / "model")
+        own = {"run_dir": str(folder / "run"), "model.path": str(folder / "model"), "generation.engine": "vllm"}
+        config = load(None, own)
         config.training.seq_len = PROMPT + RESPONSE + 1
         config.generation.max_concurrency = REQUESTS if self._on_gpu else 8
         if self._on_gpu:

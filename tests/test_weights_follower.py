@@ -8,6 +8,7 @@ import zmq.asyncio
 from weights_peers import Holder
 
 from asyncrl.config import WeightsConfig
+from asyncrl.weights import follower
 from asyncrl.weights.follower import follow
 from asyncrl.weights.messages import Failed, Hello, JoinSpec, Prepare, Ready, TensorSpec, decode_to_trainer, encode
 from asyncrl.weights.plan import make_plan
@@ -72,6 +73,13 @@ def test_a_plan_is_sent_once_and_named_from_then_on():
         Ready(version=0, digest=PLAN.digest),
         Ready(version=1, digest=PLAN.digest),
     ]
+
+
+def test_no_message_is_lost_that_comes_while_it_says_hello(monkeypatch):
+    monkeypatch.setattr(follower, "HELLO_S", 0.0003)
+    versions = range(1500)
+    heard = answers(prepare(0, PLAN), *(prepare(version, None) for version in versions[1:]))
+    assert [answer.version for answer in heard] == list(versions)
 
 
 @pytest.mark.parametrize("first", [[], [prepare(0, PLAN)]], ids=["no plan yet", "another plan"])

@@ -93,6 +93,7 @@ class _Follower:
         self._plan: PlanSpec | None = None  # the one agreed to last
         self._joined: JoinSpec | None = None  # the group that the engine is in
         self._checksums: list[int] | None = None
+        self._receiving: asyncio.Future[list[bytes]] | None = None
         self._receive_s = self._pause_before_s = 0.0
         self._failures = 0
         self.pending = False
@@ -204,11 +205,14 @@ class _Follower:
         await self.socket.send_multipart(encode(message))
 
     async def _next(self, timeout_s: float) -> ToGenerator | None:
-        try:
-            async with asyncio.timeout(timeout_s):  # faster than to poll first
-                frames = await self.socket.recv_multipart()
-        except TimeoutError:
+        """The next message, or None after `timeout_s`. A receive goes on over calls: to cancel one may lose what it has
+        just got."""
+        if self._receiving is None:
+            self._receiving = asyncio.ensure_future(self.socket.recv_multipart())
+        done, _ = await asyncio.wait({self._receiving}, timeout=timeout_s)
+        if not done:
             return None
+        frames, self._receiving = self._receiving.result(), None
         return decode_to_generator(frames)
 
 

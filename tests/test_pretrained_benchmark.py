@@ -12,7 +12,8 @@ SCRIPT = Path(__file__).parent.parent / "benchmarks" / "pretrained.py"
 
 @pytest.mark.slow
 def test_the_benchmark_runs_and_its_last_line_is_json(tmp_path):
-    command = [sys.executable, SCRIPT, "--smoke", "--lags", "1", "--out", tmp_path]
+    small = "--services.trainer.procs 1 --services.generator.num-replicas 1 --training.warmup-sft-steps 5"
+    command = [sys.executable, SCRIPT, "--smoke", "--lags", "1", "--out", tmp_path, "--", *small.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = json.loads(done.stdout.splitlines()[-1])["runs"]

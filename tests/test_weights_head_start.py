@@ -167,13 +167,17 @@ def test_leaving_ends_its_thread():
     until(lambda: threading.active_count() <= before)
 
 
-def test_an_announcement_is_heard_by_each_member_once():
+def test_an_announcement_is_heard_by_each_member_once_and_none_piles_up():
     store = serve_store("127.0.0.1", BOUND_S)
     spec = JoinSpec(host="127.0.0.1", port=store.port, generation=7, first_rank=0, world_size=3, backend="gloo",
                     timeout_s=BOUND_S)  # fmt: skip
     before = store.num_keys()
     announce(store, spec, 4, "a")
-    assert [await_announcement(store, spec, rank, 4) for rank in (1, 2)] == ["a", "a"]
-    assert store.num_keys() == before  # nothing piles up
-    wake(store, spec, 2, 5)
-    assert await_announcement(store, spec, 2, 5) == ""
+    assert [await_announcement(store, spec, rank) for rank in (1, 2)] == [(4, "a"), (4, "a")]
+    assert store.num_keys() == before
+    for number in range(5):
+        announce(store, spec, number, "b")  # nobody listens
+    assert store.num_keys() == before + 2
+    assert await_announcement(store, spec, 1) == (4, "b")
+    wake(store, spec, 1)
+    assert await_announcement(store, spec, 1) is None

@@ -38,23 +38,21 @@ class HeadStart:
         come for them; `abandon(reason)` leaves the group."""
         self._spec, self._rank, self._store = spec, rank, store
         self._begin, self._claimed, self._abandon = begin, claimed, abandon
-        self._number = 0
         self._over = threading.Event()
         threading.Thread(target=self._run, daemon=True, name="weights-head-start").start()
 
     def end(self) -> None:
         """The group is closed. Does not wait for the thread."""
         self._over.set()
-        wake(self._store, self._spec, self._rank, self._number)
+        wake(self._store, self._spec, self._rank)
 
     def _run(self) -> None:
         try:
             store = connect_store(self._spec)  # its own: a wait holds a client's connection
             while not self._over.is_set():
-                digest = await_announcement(store, self._spec, self._rank, self._number)
-                if self._begin(self._number, digest):
-                    self._wait_for_engine(store, self._number)
-                self._number += 1
+                heard = await_announcement(store, self._spec, self._rank)
+                if heard is not None and self._begin(*heard):
+                    self._wait_for_engine(store, heard[0])
         except WireBroken as error:
             if not self._over.is_set():
                 self._abandon(str(error))

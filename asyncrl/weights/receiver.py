@@ -93,12 +93,12 @@ class Receiver:
             raise
 
     def _receive(self, plan: PlanSpec, load: Load) -> list[int]:
-        assert self._wire is not None
-        assert self._watch is not None
         cut = buckets(plan)
         assembler = _Assembler(plan)
         sums: list[Tensor] = []
         buffers = self._claim(plan, cut)
+        assert self._wire is not None
+        assert self._watch is not None
         for index, bucket in enumerate(cut):
             buffer = buffers[index % len(buffers)][: bucket.nbytes]
             self._wire.order(self._watch)

@@ -33,6 +33,9 @@ Watch = Callable[[], None]
 STORE_POLL_S = 0.05
 """How often a waiting receiver asks whether the sender gave up on the group."""
 
+LISTEN_S = 3600.0
+"""How long one wait for an announcement lasts; torch logs each that ends without one."""
+
 RUN_AHEAD = 8
 """Buckets that may be queued on a GPU beyond the last one known to have arrived."""
 ABORT_S = 10.0
@@ -108,35 +111,40 @@ def give_up(store: dist.Store, generation: int, reason: str) -> None:
 
 
 def announce(store: dist.Store, spec: JoinSpec, number: int, digest: str) -> None:
-    """Tell each member of a group that its broadcast `number` (from 0), of the plan with this digest, begins now."""
-    keys = [_began(number, rank) for rank in range(1, spec.world_size)]
-    _prefixed(store, spec.generation).multi_set(keys, [digest] * len(keys))  # type: ignore[attr-defined]
+    """Tell each member of a group that its broadcast `number` (from 0), of the plan with this digest, begins now. One
+    key per member, written over: those who do not listen pile up nothing."""
+    keys = [_began(rank) for rank in range(1, spec.world_size)]
+    _prefixed(store, spec.generation).multi_set(keys, [f"{number} {digest}"] * len(keys))  # type: ignore[attr-defined]
 
 
-def await_announcement(store: dist.Store, spec: JoinSpec, rank: int, number: int) -> str:
-    """The plan's digest, once broadcast `number` begins; "" when `wake` came instead. Waits for as long as the store
-    lives. Raises WireBroken when it does not."""
-    prefixed, key = _prefixed(store, spec.generation), _began(number, rank)
+def await_announcement(store: dist.Store, spec: JoinSpec, rank: int) -> tuple[int, str] | None:
+    """The number and the plan's digest of the next broadcast that begins; None when `wake` came instead. Waits for as
+    long as the store lives. Raises WireBroken when it does not."""
+    prefixed, key = _prefixed(store, spec.generation), _began(rank)
     while True:
+        began = time.monotonic()
         try:
-            prefixed.wait([key], timedelta(hours=1))  # torch logs a wait that times out
-            digest = prefixed.get(key).decode()
+            prefixed.wait([key], timedelta(seconds=LISTEN_S))
+            said = prefixed.get(key).decode()
             prefixed.delete_key(key)
-            return digest
-        except dist.DistNetworkError as error:
-            raise WireBroken(str(error)) from error
-        except dist.DistStoreError:
+        except dist.DistStoreError as error:
+            if time.monotonic() - began < LISTEN_S / 2:  # not a wait that was too long
+                raise WireBroken(str(error)) from error
             continue
+        except RuntimeError as error:
+            raise WireBroken(str(error)) from error
+        number, _, digest = said.partition(" ")
+        return (int(number), digest) if said else None
 
 
-def wake(store: dist.Store, spec: JoinSpec, rank: int, number: int) -> None:
+def wake(store: dist.Store, spec: JoinSpec, rank: int) -> None:
     """End this member's own wait for an announcement; `store` is not the client that waits."""
     with contextlib.suppress(RuntimeError):  # the store is gone, and the wait with it
-        _prefixed(store, spec.generation).set(_began(number, rank), "")
+        _prefixed(store, spec.generation).set(_began(rank), "")
 
 
-def _began(number: int, rank: int) -> str:
-    return f"began/{number}/{rank}"
+def _began(rank: int) -> str:
+    return f"began/{rank}"
 
 
 def watch_store(store: dist.Store, generation: int) -> Watch:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from asyncrl.weights.messages import (
     SCHEMA,
     Commit,
+    Committed,
     Hello,
-    Received,
     TensorSpec,
     decode_to_generator,
     decode_to_trainer,
@@ -129,7 +129,7 @@ def test_control_messages_round_trip():
 @given(st.binary(max_size=60))
 def test_malformed_control_messages_are_value_errors(junk):
     assume(junk != SCHEMA)
-    frames = encode(Received(version=1, checksums=[1]))
+    frames = encode(Committed(version=1, pause_s=0.0, wire_s=0.0, load_s=0.0))
     for bad in ([junk], [junk, frames[1]], [SCHEMA, frames[1][:-1]], [SCHEMA, frames[1], junk]):
         with pytest.raises(ValueError, match=r"malformed|expected two frames"):
             decode_to_trainer(bad)

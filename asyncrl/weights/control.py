@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 
 import msgspec
 import zmq
@@ -27,7 +28,8 @@ class Crashed(msgspec.Struct, frozen=True):
     reason: str
 
 
-Event = tuple[str, ToTrainer | Gone]
+Event = tuple[str, ToTrainer | Gone, float]
+"""Whose, what, and when it came (monotonic clock)."""
 
 
 class Control:
@@ -40,7 +42,7 @@ class Control:
                 "(`asyncrl keys new FOLDER`, replay.keys FOLDER), or bind to 127.0.0.1"
             )
         self._context = zmq.Context()
-        self._events: queue.SimpleQueue[tuple[str, ToTrainer | Gone | Crashed]] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[tuple[str, ToTrainer | Gone | Crashed, float]] = queue.SimpleQueue()
         self._outbox = self._context.socket(zmq.PAIR)
         self._outbox.bind("inproc://outbox")
         self._gate = Gate(self._context, curve) if curve is not None else None
@@ -57,13 +59,13 @@ class Control:
     def next(self, timeout_s: float) -> Event | None:
         """The next event, or None after `timeout_s`. Raises RuntimeError when the control thread has ended."""
         try:
-            peer, event = self._events.get(timeout=timeout_s) if timeout_s > 0 else self._events.get_nowait()
+            peer, event, when = self._events.get(timeout=timeout_s) if timeout_s > 0 else self._events.get_nowait()
         except queue.Empty:
             return None
         if isinstance(event, Crashed):
-            self._events.put((peer, event))
+            self._events.put((peer, event, when))
             raise RuntimeError(f"the weight sender's control thread ended: {event.reason}")
-        return peer, event
+        return peer, event, when
 
     def close(self) -> None:
         """End the thread and free the port."""
@@ -79,7 +81,7 @@ class Control:
             _Loop(self._context, router, self._events).run()
         except Exception as error:  # the thread's edge: the publishing thread must hear of it
             log.exception("weight control thread")
-            self._events.put(("", Crashed(repr(error))))
+            self._events.put(("", Crashed(repr(error)), time.monotonic()))
         finally:
             router.close(0)
 
@@ -117,7 +119,7 @@ class _Loop:
             event = parse_monitor_message(self._monitor.recv_multipart())
             peer = self._peers.pop(int(event["value"]), None)
             if peer is not None and peer not in self._peers.values():
-                self._events.put((peer, Gone("connection lost")))
+                self._events.put((peer, Gone("connection lost"), time.monotonic()))
 
     def _read_peer(self) -> None:
         frames = self._router.recv_multipart(copy=False)
@@ -129,7 +131,7 @@ class _Loop:
             log.warning("refused a message from %s: %s", peer, error)
             return
         self._peers[int(frames[-1].get(zmq.SRCFD))] = peer
-        self._events.put((peer, message))
+        self._events.put((peer, message, time.monotonic()))
 
     def _send(self) -> bool:
         frames = self._outbox.recv_multipart()
@@ -138,7 +140,7 @@ class _Loop:
         try:
             self._router.send_multipart(frames, flags=zmq.DONTWAIT)
         except zmq.ZMQError as error:  # EHOSTUNREACH: no such peer; EAGAIN: it reads nothing
-            self._events.put((frames[0].decode(), Gone(f"cannot be reached: {error}")))
+            self._events.put((frames[0].decode(), Gone(f"cannot be reached: {error}"), time.monotonic()))
         return True
 
 

@@ -31,7 +31,6 @@ from asyncrl.weights.messages import (
     PlanSpec,
     Prepare,
     Ready,
-    Received,
     ToGenerator,
     ToTrainer,
     decode_to_generator,
@@ -114,8 +113,8 @@ class _Follower:
         match message:
             case Prepare():
                 await self._prepare(message)
-            case Go(version=version):
-                await self._go(version)
+            case Go():
+                await self._go(message)
             case Commit():
                 await self._commit(message)
             case Discard(reason=reason):
@@ -132,10 +131,11 @@ class _Follower:
             self._plan, self._prepared = plan, message
             await self._say(Ready(version=message.version, digest=plan.digest))
 
-    async def _go(self, version: int) -> None:
+    async def _go(self, message: Go) -> None:
         """Join the group if it is a new one, then receive; the engine pauses only for the latter."""
-        prepared, plan = self._prepared, self._plan
-        if prepared is None or plan is None or prepared.version != version:
+        prepared, plan, version, self._checksums = self._prepared, self._plan, message.version, None
+        told = (message.generation, message.digest)
+        if prepared is None or plan is None or (prepared.spec.generation, plan.digest) != told:
             await self._fail(version, "prepare", "was told to go without having been prepared")
             return
         if self._joined != prepared.spec:
@@ -147,7 +147,6 @@ class _Follower:
         self.pending = True
         if await self._attempt(version, "load", self._receive(prepared.spec, plan)):
             self._receive_s = time.perf_counter() - began
-            await self._say(Received(version=version, checksums=self._checksums or []))
 
     async def _receive(self, spec: JoinSpec, plan: PlanSpec) -> None:
         bound_s = spec.timeout_s * (1 + len(buckets(plan)))
@@ -158,13 +157,21 @@ class _Follower:
             raise EngineDead(f"the engine is stuck in a broadcast for more than {bound_s:g} s") from error
 
     async def _commit(self, message: Commit) -> None:
-        if not self.pending or self._checksums != message.checksums:
-            await self._discard("checksums differ")
-            await self._fail(message.version, "commit", "checksums differ from the trainer's, or nothing was received")
+        """Serve what was received if it is what was sent. After a failure the trainer says what becomes of it."""
+        ours, theirs = self._checksums, message.checksums
+        if ours is None:  # its failure has been told, or will be
+            return
+        if ours != theirs:
+            wrong = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b]
+            reason = (
+                f"buckets {wrong} of {len(theirs)} differ from what was sent"
+                if wrong
+                else (f"received {len(ours)} buckets of {len(theirs)}")
+            )
+            await self._fail(message.version, "checksum", reason)
             return
         began = time.perf_counter()
         if not await self._attempt(message.version, "commit", self._engine.commit_weights(message.version)):
-            await self._discard("commit failed")
             return
         self.pending, self._failures, load_s = False, 0, time.perf_counter() - began
         self._on_version(message.version)

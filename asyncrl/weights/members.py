@@ -34,6 +34,8 @@ class Member:
     """What it serves."""
     agreed: str = ""
     """Digest of the plan that it has agreed to, and so knows."""
+    heard: float = 0.0
+    """When its latest message came (monotonic clock)."""
 
 
 @dataclass(slots=True)
@@ -47,13 +49,14 @@ class Members:
         """Members that do not serve `version` (None: nothing was published yet, so all), in order of their index."""
         return sorted((m for m in self.by_key.values() if m.version != version), key=lambda m: (m.index, m.key))
 
-    def apply(self, key: str, event: Reply) -> None:
-        """Take one event in. A second hello of a known member updates its version and nothing else."""
+    def apply(self, key: str, event: Reply, when: float) -> None:
+        """Take in one event that came at `when`. A second hello of a known member updates its version, nothing else."""
         if isinstance(event, Hello):
             self._hello(key, event)
-            return
-        if key in self.by_key:
+        elif key in self.by_key:
             self.replies[key] = event
+        if key in self.by_key:
+            self.by_key[key].heard = when
         if isinstance(event, Gone):
             self.by_key.pop(key, None)
 

@@ -19,7 +19,7 @@ from typing import Literal
 
 import msgspec
 
-SCHEMA = b"asyncrl-weights-2"
+SCHEMA = b"asyncrl-weights-3"
 """First frame of every control message; a peer that speaks another schema is refused by name."""
 
 
@@ -83,15 +83,18 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Go(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    version: int
+    """Receive a broadcast in the group and of the plan that were prepared, now or for an earlier version."""
 
-
-class Received(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     version: int
-    checksums: list[int]
+    generation: int
+    """Of the group."""
+    digest: str
+    """Of the plan."""
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All has been sent: serve it if these are the checksums of what was received. Not waited for before it is sent."""
+
     version: int
     checksums: list[int]
 
@@ -109,7 +112,7 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     load_s: float
 
 
-FailedStage = Literal["prepare", "join", "wire", "load", "commit"]
+FailedStage = Literal["prepare", "join", "wire", "load", "checksum", "commit"]
 """Where a generator failed. `join` and `wire` may be another member's fault and are tried again without that one."""
 
 
@@ -120,7 +123,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 ToGenerator = Prepare | Go | Commit | Discard
-ToTrainer = Hello | Ready | Received | Committed | Failed
+ToTrainer = Hello | Ready | Committed | Failed
 
 
 class Dropped(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,10 +150,11 @@ class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
     gather_s: float = 0.0
     """Spent in collecting shards into buckets (overlaps wire_s)."""
     wire_s: float = 0.0
-    """From the first bucket on the wire to the last receiver's checksums."""
+    """From the first bucket on the wire until the last has left."""
     load_s: float = 0.0
     """The slowest receiver's commit."""
     commit_s: float = 0.0
+    """From then on, until every receiver serves the version: what is left to load and to check, and the commit."""
     pause_s: float = 0.0
     """The longest that any receiver's generation stood still."""
     total_s: float = 0.0

@@ -1,5 +1,8 @@
 """One publish, as trainer rank 0 conducts it with the receivers that are behind: prepare, go, broadcast, commit.
 
+What was prepared for an earlier version need not be prepared again, and the commit leaves right behind the last bucket:
+a receiver compares the checksums itself. So a publish to known receivers waits for them once.
+
 Called by the sender, stage by stage. It talks to receivers through Control and the Wire and keeps the group from one
 publish to the next while its members stay the same. Each stage is bounded by `timeout_s`; a receiver that fails one is
 dropped with that stage's name and a reason, and the rest goes on, with a rebuilt group where the old one broke. It
@@ -32,13 +35,16 @@ from asyncrl.weights.messages import (
     PlanSpec,
     Prepare,
     Ready,
-    Received,
 )
+from asyncrl.weights.plan import buckets
 from asyncrl.weights.wire import Wire, WireBroken, announce, give_up, open_wire
 
 log = logging.getLogger(__name__)
 
-Answer = TypeVar("Answer", Ready, Received, Committed)
+Answer = TypeVar("Answer", Ready, Committed)
+
+FRESH_S = 3.0
+"""Who was not heard of for this long (a hello comes each second) is asked whether it is ready, before others pause."""
 
 
 @dataclass(slots=True)
@@ -125,6 +131,7 @@ class Sync:
         self._eligible = {m.key for m in conductor.members.behind(version)}
         self._targets: list[Member] = []
         self._sums: list[Tensor] = []
+        self._started = 0  # buckets
         self._broken: str | None = None
         self._failed_first: set[str] = set()
         self._fruitless = 0
@@ -146,11 +153,13 @@ class Sync:
         return len(self._targets)
 
     def _all_ready(self) -> bool:
-        spec, rank = self._c.enlist(self._targets).spec, 1
+        group, digest, rank = self._c.enlist(self._targets), self._plan.digest, 1
+        stale = time.monotonic() - FRESH_S
+        if group.wire is not None and all(m.agreed == digest and m.heard > stale for m in self._targets):
+            return True
         self._c.members.replies.clear()
-        digest = self._plan.digest
         for member in self._targets:
-            own, plan = _with_first_rank(spec, rank), None if member.agreed == digest else self._plan
+            own, plan = _with_first_rank(group.spec, rank), None if member.agreed == digest else self._plan
             self._c.control.send(member.key, Prepare(version=self._version, spec=own, digest=digest, plan=plan))
             rank += member.num_ranks
         self._collect()
@@ -165,12 +174,13 @@ class Sync:
         """Send everybody off, and build the group if it is new. Receivers pause from here on.
 
         Whoever has a head start hears it from the store."""
-        self._broken, self._sums = None, []
+        self._broken, self._sums, self._started = None, [], 0
         self._c.members.replies.clear()
         group = self._c.group
         assert group is not None
         for member in self._targets:
-            self._c.control.send(member.key, Go(version=self._version))
+            go = Go(version=self._version, generation=group.spec.generation, digest=self._plan.digest)
+            self._c.control.send(member.key, go)
         announce(self._c.store, group.spec, group.broadcasts, self._plan.digest)
         group.broadcasts += 1
         began = time.perf_counter()
@@ -194,6 +204,7 @@ class Sync:
         if wire is None:
             return
         self._guard(partial(wire.start, buffer))
+        self._started += 1
         if checksum is not None:
             self._sums.append(checksum(buffer))
 
@@ -219,27 +230,41 @@ class Sync:
             if isinstance(reply, Gone | Failed):
                 raise WireBroken(f"generator {member.index}: {reply.reason}")
 
-    # -- received, commit ------------------------------------------------------------------------------------------
+    # -- commit ----------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Wait for what is still on the wire and for every receiver's checksums; commit those that agree, drop those
-        that failed, and leave those whose wire another one broke for the next attempt."""
+        """Wait for what is still on the wire and tell every receiver to commit; drop those that failed, and leave those
+        whose wire another one broke for the next attempt."""
         if self._wire is not None:
             self._guard(partial(self._wire.drain, self._watch))
-        self._collect()
-        self.tally.wire_s += time.perf_counter() - self._wire_began
         ours = torch.stack(self._sums).tolist() if self._sums else []
+        sent = time.perf_counter()
+        self.tally.wire_s += sent - self._wire_began
+        if self._started == len(buckets(self._plan)):  # else nobody can have received all
+            for member in self._targets:
+                if member.key not in self._c.members.replies:
+                    self._c.control.send(member.key, Commit(version=self._version, checksums=ours))
+        self._collect()
+        self._judge()
+        self.tally.commit_s += time.perf_counter() - sent
+
+    def _judge(self) -> None:
         dropped_before = len(self.tally.dropped)
-        good, again = [], []
+        again = []
         for member in self._targets:
             reply = self._c.members.replies.get(member.key)
             if isinstance(reply, Failed) and reply.stage in ("join", "wire"):
                 again.append((member, reply))
-            elif (received := self._expect(member, Received, "broadcast")) and self._agree(member, received, ours):
-                good.append(member)
+            elif committed := self._expect(member, Committed, "broadcast"):
+                self._count(member, committed)
         if again and len(self.tally.dropped) == dropped_before:
             self._second_chance(again)
-        self._commit(good, ours)
+
+    def _count(self, member: Member, reply: Committed) -> None:
+        member.version = self._version
+        self.tally.served += 1
+        self.tally.pause_s = max(self.tally.pause_s, reply.pause_s)
+        self.tally.load_s = max(self.tally.load_s, reply.load_s)
 
     def _second_chance(self, again: list[tuple[Member, Failed]]) -> None:
         """The wire broke and nobody is known to be dead: try once more, then drop those who failed first, so that
@@ -251,33 +276,12 @@ class Sync:
         for member, reply in suspects:
             self._drop(member, reply.stage, reply.reason)
 
-    def _agree(self, member: Member, reply: Received, ours: list[int]) -> bool:
-        if reply.checksums == ours:
-            return True
-        wrong = [i for i, (a, b) in enumerate(zip(ours, reply.checksums, strict=False)) if a != b]
-        self._drop(member, "checksum", f"buckets {wrong} of {len(ours)} differ from what was sent")
-        return False
-
-    def _commit(self, good: list[Member], ours: list[int]) -> None:
-        began = time.perf_counter()
-        self._c.members.replies.clear()
-        for member in good:
-            self._c.control.send(member.key, Commit(version=self._version, checksums=ours))
-        self._collect(good)
-        for member in good:
-            if reply := self._expect(member, Committed, "commit"):
-                member.version = self._version
-                self.tally.served += 1
-                self.tally.pause_s = max(self.tally.pause_s, reply.pause_s)
-                self.tally.load_s = max(self.tally.load_s, reply.load_s)
-        self.tally.commit_s += time.perf_counter() - began
-
     # -- replies ---------------------------------------------------------------------------------------------------
 
-    def _collect(self, members: list[Member] | None = None) -> None:
-        """Wait until each member has answered, is gone, or `timeout_s` is over."""
+    def _collect(self) -> None:
+        """Wait until each receiver has answered, is gone, or `timeout_s` is over."""
         deadline = time.monotonic() + self._c.timeout_s
-        waiting = [m.key for m in (self._targets if members is None else members)]
+        waiting = [m.key for m in self._targets]
         while any(key not in self._c.members.replies for key in waiting):
             left = deadline - time.monotonic()
             if left <= 0:
@@ -308,6 +312,7 @@ class Sync:
         if member.key in self._c.members.by_key:
             self._c.control.send(member.key, Discard(version=self._version, reason=f"{stage}: {reason}"))
         self._c.members.remove(member.key)
+        self._c.disband(f"generator {member.index} was dropped")  # it may have left, and is not to be waited for
 
 
 def _with_first_rank(spec: JoinSpec, rank: int) -> JoinSpec:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,13 @@ class _Request:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finished: bool = False
+
+
+@dataclass(slots=True, frozen=True)
+class _Marker:
+    """In the queue of vLLM's outputs: called when all before it are processed."""
+
+    call: Callable[[], None]
 
 
 class VLLMEngine:
@@ -203,8 +210,12 @@ class VLLMEngine:
             self._paused_at = time.monotonic()
         # Otherwise this goes out right behind the pause. Workers take it once they have queued the step they are in:
         # on the device the new weights follow it, and its tokens, which are of the old ones, come back before the
-        # pause is answered, which `commit_weights` waits for.
-        results = await self._rpc("asyncrl_receive", text, bound_s=bound_s)
+        # pause is answered, while buckets arrive.
+        await self._rpc("asyncrl_begin", text)
+        try:
+            await self._stand_still()
+        finally:
+            results = await self._rpc("asyncrl_end", bound_s=bound_s)
         self._paused_at = max(self._paused_at, time.monotonic() - max(result["pause_s"] for result in results))
         checksums = results[0]["checksums"]
         for rank, result in enumerate(results):
@@ -216,11 +227,10 @@ class VLLMEngine:
     async def commit_weights(self, version: int) -> None:
         """Serve the received weights as `version` from the next token on."""
         try:
-            await self._stand_still()
             if self._reports_versions:
                 await self._within(self._llm.update_weight_version(str(version)), "set its version")
             else:
-                await self._mark(version)
+                self._mark(version)
             self.version = version
         finally:
             await self._resume()
@@ -256,18 +266,21 @@ class VLLMEngine:
         if self.version >= 0:
             self._open.set()
 
-    async def _mark(self, version: int) -> None:
-        """Note for every running request how many tokens it has: what follows is of `version`. Before vLLM 0.32."""
+    def _mark(self, version: int) -> None:
+        """Note for every running request how many tokens it has once all that vLLM has sent by now is processed: what
+        follows is of `version`. Before vLLM 0.32."""
         if not self._running:  # before the first request nobody takes outputs, so a marker would stay where it is
             return
-        passed = asyncio.get_running_loop().create_future()
-        self._llm.engine_core.outputs_queue.put_nowait(passed)
-        await self._within(passed, "hand over the last tokens")
-        states = self._llm.output_processor.request_states.values()
-        counts = {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
-        for request in self._running.values():
-            if request.id in counts:  # otherwise it has finished, all of it under older versions
-                request.starts.append((version, counts[request.id]))
+        running = list(self._running.values())
+
+        def note() -> None:
+            states = self._llm.output_processor.request_states.values()
+            counts = {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
+            for request in running:
+                if request.id in counts:  # otherwise it has finished, all of it under older versions
+                    request.starts.append((version, counts[request.id]))
+
+        self._llm.engine_core.outputs_queue.put_nowait(_Marker(note))
 
     async def _rpc(self, method: str, *args: str, bound_s: float | None = None) -> list[Any]:
         """Call a method of the worker extension in every worker."""
@@ -345,15 +358,15 @@ def _vllm_params(params: SamplingParams) -> Any:
 
 
 def _pass_markers(engine_core: Any) -> None:
-    """Make vLLM's output handler resolve the futures it finds in its queue: all outputs before one are then processed.
+    """Make vLLM's output handler call the markers it finds in its queue: all outputs before one are then processed.
 
     Called before the handler takes its first output.
     """
     take = engine_core.get_output_async
 
     async def take_output() -> Any:
-        while isinstance(output := await take(), asyncio.Future):
-            output.set_result(None)
+        while isinstance(output := await take(), _Marker):
+            output.call()
         return output
 
     engine_core.get_output_async = take_output

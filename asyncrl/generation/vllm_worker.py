@@ -7,8 +7,10 @@ which need no pickle. It never decides when to pause: its caller has done that.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -43,14 +45,37 @@ class Receiver:
 
         return widen_head(self.model_runner.get_model())  # type: ignore[attr-defined]
 
-    def asyncrl_receive(self, plan: str) -> dict[str, Any]:
-        """Take part in one broadcast of a PlanSpec (JSON) and load it.
+    def asyncrl_begin(self, plan: str) -> None:
+        """Begin to take part in one broadcast of a PlanSpec (JSON) and to load it, behind what is queued on the device.
+
+        In a thread, while vLLM hands out the tokens of its last step; no other step may be begun before `asyncrl_end`.
+        """
+        import torch
+
+        stopwatch, device = Stopwatch(self.device), self.device  # type: ignore[attr-defined]
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._asyncrl_touched = False
+        self._asyncrl_received: Future[dict[str, Any]] = Future()
+
+        def receive() -> None:
+            try:
+                with torch.cuda.stream(stream):
+                    self._asyncrl_received.set_result(self._asyncrl_receive(plan, stopwatch))
+            except BaseException as error:  # noqa: BLE001  the thread's edge: `asyncrl_end` raises it
+                self._asyncrl_received.set_exception(error)
+
+        threading.Thread(target=receive, daemon=True, name="asyncrl-receive").start()
+
+    def asyncrl_end(self) -> dict[str, Any]:
+        """Wait for what `asyncrl_begin` began: each bucket has its bound.
 
         Returns `checksums` (one per bucket), `pause_s` (since the last step ended on the device), `load_s`, and
-        `loaded` (see Copies.last). Raises RuntimeError when the model has parameters that the plan does not bring.
+        `loaded` (see Copies.last). Raises RuntimeError when the model has parameters that the plan does not bring, and
+        WireBroken.
         """
-        pause = Stopwatch(self.device)  # type: ignore[attr-defined]
-        self._asyncrl_touched = False
+        return self._asyncrl_received.result()
+
+    def _asyncrl_receive(self, plan: str, pause: Stopwatch) -> dict[str, Any]:
         if getattr(self, "_asyncrl_text", None) != plan:  # the same each time, and generation stands still meanwhile
             self._asyncrl_text, self._asyncrl_plan = plan, msgspec.json.decode(plan, type=PlanSpec)
         loader = Loader(self.vllm_config, self._asyncrl_model_copies())  # type: ignore[attr-defined]
@@ -69,7 +94,7 @@ class Receiver:
         }
 
     def asyncrl_touched(self) -> bool:
-        """True when the last `asyncrl_receive` changed any weight, complete or not."""
+        """True when the last broadcast changed any weight, complete or not."""
         return getattr(self, "_asyncrl_touched", False)
 
     def _asyncrl_model_copies(self) -> Copies:

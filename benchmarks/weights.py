@@ -186,10 +186,10 @@ def show(result: dict[str, Any]) -> None:
         moves |= {"into vLLM, wire": live["wire_s"], "into vLLM, end to end": live["total_s"]}
         for name in ("packed", "unpacked"):
             if f"theirs_{name}" in live:
-                theirs = live[f"theirs_{name}"]
-                moves[f"vLLM's own, {name}, update alone"] = theirs["update_s"]
-                moves[f"vLLM's own, {name}, paused"] = theirs["pause_s"]
-                moves[f"vLLM's own, {name}, end to end"] = theirs["total_s"]
+                own = live[f"theirs_{name}"]
+                moves[f"vLLM's own, {name}, update alone"] = own["update_s"]
+                moves[f"vLLM's own, {name}, paused"] = own["pause_s"]
+                moves[f"vLLM's own, {name}, end to end"] = own["total_s"]
         waits |= {"into vLLM, pause p50": live["pause_s"], "into vLLM, pause p95": live["pause_p95_s"]}
     for name, seconds in moves.items():
         print(f"  {name:36} {1e3 * seconds:10.2f} ms {size / seconds / 1e9:8.1f} GB/s {raw / seconds:7.1%} of raw")

@@ -34,7 +34,7 @@ from asyncrl.replay.server import read_address
 from asyncrl.roles import describe_exit
 from asyncrl.settings import Run, num_references, save
 from asyncrl.status import Poller
-from asyncrl.summary import summarise
+from asyncrl.summary import changed_nothing, summarise
 from asyncrl.supervise import Backoff, Child, Crew, Spec, clear_errors, first_error, obituary
 
 TICK_S = 0.1
@@ -82,6 +82,9 @@ def _supervise(run: Run, placement: Placement, ranks: RanksRole) -> int:
             console.note(f"asyncrl: the run failed; everything it wrote is in {run.dir}")
             return 1
     print("\n".join(summarise(run.dir)), flush=True)
+    if code == 0 and changed_nothing(run.dir, minibatches=run.config.training.minibatches):
+        print("asyncrl: no step changed the model: loss or gradients were never finite", flush=True)
+        return 1
     if code == 130:
         print(f"stopped; `asyncrl train --resume {run.dir}` continues it", flush=True)
     return code

@@ -11,6 +11,8 @@ Row = dict[str, Any]
 
 ORDINARY = frozenset({"filtered", "expired", "stale", "aborted"})
 """Reasons for which groups are dropped in a run that is well."""
+MANY, MOST = 500, 0.8
+"""From so many filtered groups on, and this part of all, it is said what may be done about them."""
 GROWTH = 10
 """What was said is said again once there is so many times more of it."""
 
@@ -24,12 +26,23 @@ class Notices:
 
     def of_status(self, status: Row) -> list[str]:
         """Groups that failed, with the last error of each kind, as the replay server knows them."""
-        counts = {r: n for r, n in dropped(status.get("ledger", {})).items() if r not in ORDINARY}
-        why = status.get("why_dropped", {})
-        return [
+        ledger, why = status.get("ledger", {}), status.get("why_dropped", {})
+        counts = {r: n for r, n in dropped(ledger).items() if r not in ORDINARY}
+        return self._of_filtered(ledger) + [
             f"{n:.0f} {'group was' if n == 1 else 'groups were'} dropped, {reason}{_last(why.get(reason))}"
             for reason, n in counts.items()
             if self._news(reason, n)
+        ]
+
+    def _of_filtered(self, ledger: Row) -> list[str]:
+        """Dynamic sampling that leaves next to nothing over."""
+        filtered, started = float(ledger.get("dropped/filtered", 0)), float(ledger.get("ledger/started", 0))
+        if filtered < max(MANY, MOST * started) or not self._news("filtered", filtered):
+            return []
+        return [
+            f"{filtered:.0f} of {started:.0f} groups were filtered, because all their responses got the same reward; "
+            "prompts of another difficulty, a larger algo.n_samples, curriculum.* or algo.dynamic_sampling false would "
+            "waste fewer"
         ]
 
     def of_rows(self, rows: Iterable[Row]) -> list[str]:

@@ -24,6 +24,12 @@ def summarise(run_dir: Path) -> list[str]:
     return lines + ([f"model       {model}"] if (model / "config.json").exists() else [])
 
 
+def changed_nothing(run_dir: Path, *, minibatches: int) -> bool:
+    """Whether there were steps, each of `minibatches` optimiser steps, and not one of them moved the model."""
+    rows = [row for row in read_rows(run_dir) if row.get("step") and row.get("tokens/trained")]
+    return bool(rows) and all(skipped(row) >= minibatches for row in rows)
+
+
 def _what_happened(rows: list[dict[str, Any]]) -> str:
     last = rows[-1]
     parts = [f"{last['step']} steps in {last['time/elapsed_s']:.0f} s"]

@@ -210,6 +210,16 @@ def test_a_resume_refuses_what_the_buffer_and_the_data_do_not_survive(capsys, tm
     assert (tmp_path / "config.yaml").read_text() == before
 
 
+def test_a_resume_to_fewer_steps_than_are_trained_is_refused(capsys, tmp_path):
+    save(resolve(load(None, {"run_dir": str(tmp_path)})))
+    for step in (4, 12):
+        (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    code, _, err = run(capsys, "train", "--resume", str(tmp_path), "--training.steps", "11", "--dry-run")
+    assert code == 2
+    assert "training.steps is 11, and 12 are trained" in err
+    assert run(capsys, "train", "--resume", str(tmp_path), "--training.steps", "12", "--dry-run")[0] == 0
+
+
 def test_a_resume_with_other_settings_keeps_the_former_ones_beside_them(tmp_path):
     save(resolve(load(None, {"run_dir": str(tmp_path)})))
     first = (tmp_path / "config.yaml").read_text()

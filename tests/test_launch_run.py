@@ -184,6 +184,23 @@ def test_a_childs_traceback_reaches_the_terminal(launched, tmp_path):
     assert nobody_left(run)
 
 
+def test_a_run_that_never_moved_its_model_says_so_and_fails(launched, tmp_path):
+    module = tmp_path / "lost.py"
+    module.write_text(
+        "from asyncrl import register_algo\n"
+        "from asyncrl.algos.dapo import DAPO\n"
+        "@register_algo('lost')\n"
+        "class Lost(DAPO):\n"
+        "    def surrogate(self, tokens):\n"
+        "        return tokens.logprobs_T * float('nan'), {}\n"
+    )
+    run = launched(**{"import": module, "algo": "lost", "training__steps": 2})
+    assert run.wait(120) == 1, run.text
+    assert "no step changed the model" in run.text
+    assert [row["optimizer/skipped"] for row in read_rows(run.dir) if row["step"]] == [1.0, 1.0]
+    assert nobody_left(run)
+
+
 def test_supervised_training_is_a_run_of_ranks_alone(launched):
     run = launched(command="sft", training__steps=4)
     assert run.wait(90) == 0, run.text

@@ -24,6 +24,16 @@ def test_groups_that_are_dropped_in_the_ordinary_way_are_not_said() -> None:
     assert list(dropped(status(filtered=5, too_long=7)["ledger"])) == ["too_long", "filtered"]
 
 
+def test_a_run_that_filters_nearly_everything_hears_once_what_may_be_done() -> None:
+    notices = Notices()
+    ledger = {"ledger/started": 600.0, "dropped/filtered": 479.0}
+    assert notices.of_status({"ledger": ledger}) == []
+    for filtered, started, lines in ((520.0, 700.0, 0), (570.0, 700.0, 1), (2000.0, 2200.0, 0), (5700.0, 6000.0, 1)):
+        said = notices.of_status({"ledger": {"ledger/started": started, "dropped/filtered": filtered}})
+        assert len(said) == lines
+        assert all(f"{filtered:.0f} of {started:.0f} groups" in line and "dynamic_sampling" in line for line in said)
+
+
 def test_a_step_that_changed_nothing_is_said_unless_there_was_nothing_to_train_on() -> None:
     rows = [{"step": step, "optimizer/skipped": 1.0, "tokens/trained": tokens} for step, tokens in ((1, 0.0), (2, 5.0))]
     assert [skipped(row) for row in rows] == [0.0, 1.0]

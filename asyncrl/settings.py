@@ -180,14 +180,9 @@ def resume(target: str, overrides: Mapping[str, Any] | None = None) -> Run:
         raise ValueError(_kept(run_dir, "env.name", before.env["name"]))
     run = resolve(msgspec.structs.replace(keys.convert(tree, Config), run_dir=str(run_dir)))
     _refuse_changes(resolve(msgspec.structs.replace(before, run_dir=str(run_dir))), run)
-    steps, done = (
-        run.config.training.steps,
-        max((int(p.name[5:]) for p in run_dir.glob("checkpoints/step-*")), default=0),
-    )
-    if steps < done:
-        raise ValueError(
-            f"--resume {run_dir}: training.steps is {steps}, and {done} are trained: give more, or a new run"
-        )
+    done = max((int(p.name[5:]) for p in run_dir.glob("checkpoints/step-*")), default=0)
+    if (steps := run.config.training.steps) < done:
+        raise ValueError(f"--resume {run_dir}: training.steps is {steps}, and {done} are trained already: give more")
     return run
 
 

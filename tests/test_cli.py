@@ -216,7 +216,7 @@ def test_a_resume_to_fewer_steps_than_are_trained_is_refused(capsys, tmp_path):
         (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
     code, _, err = run(capsys, "train", "--resume", str(tmp_path), "--training.steps", "11", "--dry-run")
     assert code == 2
-    assert "training.steps is 11, and 12 are trained" in err
+    assert "training.steps is 11, and 12 are trained already" in err
     assert run(capsys, "train", "--resume", str(tmp_path), "--training.steps", "12", "--dry-run")[0] == 0
 
 

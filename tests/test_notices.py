@@ -19,7 +19,7 @@ def test_failures_are_said_once_and_again_when_they_have_grown_tenfold() -> None
 
 def test_groups_that_are_dropped_in_the_ordinary_way_are_not_said() -> None:
     notices = Notices()
-    assert notices.of_status(status(filtered=500, expired=3, stale=2, aborted=1)) == []
+    assert notices.of_status(status(filtered=400, expired=3, stale=2, aborted=1)) == []
     assert notices.of_status({}) == []
     assert list(dropped(status(filtered=5, too_long=7)["ledger"])) == ["too_long", "filtered"]
 

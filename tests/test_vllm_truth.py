@@ -21,13 +21,16 @@ from vllm_support import (  # noqa: E402  (needs vLLM)
     FIRST_LETTER,
     ON_GPU,
     Stage,
+    abortive_sync,
     k3,
     peaked_model,
     prompts,
     revealing_model,
     sampling,
     score,
+    wait_until,
 )
+from weights_peers import Holder  # noqa: E402
 
 from asyncrl.generation.engine import EngineDead  # noqa: E402
 from asyncrl.generation.vllm_args import RECEIVER  # noqa: E402
@@ -149,6 +152,46 @@ def test_every_token_carries_the_version_that_sampled_it(
     crossing = sum(len(set(c.versions.tolist())) > 1 for c in done)
     assert crossing >= 20, "too few requests lived through an update for this to prove anything"
     report(test="versions", requests=len(done), crossing=crossing, tokens=sum(len(c.versions) for c in done))
+
+
+def test_no_worker_loads_before_vllm_was_told_to_pause(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    core, orders = stage.engine._llm.engine_core, []
+    send = core._send_input_message
+
+    async def sent(message: Any, *args: Any) -> Any:
+        orders.extend(name for name in (b"pause_scheduler", b"asyncrl_begin") if name in b"".join(message[1:]))
+        return await send(message, *args)
+
+    async def scenario() -> None:
+        await stage.publish(revealing_model(1))
+        monkeypatch.setattr(core, "_send_input_message", sent)
+        await stage.publish(revealing_model(2))
+
+    stage.run(scenario())
+    assert orders == [b"pause_scheduler", b"asyncrl_begin"]
+
+
+def test_half_of_a_version_that_another_receiver_broke_is_received_anew(stage: Stage) -> None:
+    async def scenario() -> tuple[int, Completion, Completion]:
+        old = await stage.publish(revealing_model(1))
+        other = Holder({"at": "load", "error": "no memory"}, "cpu")
+        following = asyncio.create_task(stage.follow(other, 1))
+        while await asyncio.to_thread(stage._sender.newcomers) == 0:
+            await asyncio.sleep(0.01)
+        running = asyncio.create_task(sample(stage, prompts(1, 8), 500))
+        await started(stage, 10)
+        stage.at_half(lambda: wait_until(lambda: other._fault == {}))  # what is sent then meets a broken group
+        await stage.publish(revealing_model(2))
+        (late,) = await sample(stage, prompts(1, 9), 20)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        await other.close()
+        return old, (await running)[0], late
+
+    old, running, late = stage.run(scenario())
+    assert set(running.versions.tolist()) == {old, old + 1}
+    assert running.token_ids.tolist() == [FIRST_LETTER + 1 + version - old for version in running.versions.tolist()]
+    assert late.token_ids.tolist() == [FIRST_LETTER + 2] * 20
 
 
 def test_prefix_cache_serves_no_old_weights_thanks_to_the_salt(stage: Stage) -> None:
@@ -312,7 +355,7 @@ def test_prompt_longer_than_the_model_is_refused_and_the_engine_goes_on(stage: S
 def test_engine_killed_amid_a_broadcast_is_dropped_and_its_replacement_serves_only_the_current_version(
     stage: Stage,
 ) -> None:
-    """Last: it kills the engine that the others share."""
+    """It kills the engine that the others share; what follows has a new one."""
 
     async def death() -> None:
         await stage.publish(revealing_model(6))
@@ -342,3 +385,16 @@ def test_engine_killed_amid_a_broadcast_is_dropped_and_its_replacement_serves_on
     for completion in stage.run(replacement()):
         assert completion.token_ids.tolist() == [FIRST_LETTER + 7] * 6
         assert set(completion.versions.tolist()) == {stage.version}
+
+
+def test_half_a_version_is_never_served_though_the_attempt_after_it_brought_nothing(stage: Stage) -> None:
+    """Last: the engine is lost."""
+
+    async def scenario() -> None:
+        for generation, num_buckets in ((1, 2), (2, 0)):
+            with pytest.raises(Exception, match="the test gave up"):  # an RPC keeps but the text
+                await abortive_sync(stage, generation, num_buckets)
+        with pytest.raises(EngineDead, match="half-way"):
+            await stage.engine.discard_weights()
+
+    stage.run(scenario())

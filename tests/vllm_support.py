@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from asyncrl.generation.engine import Engine
 from asyncrl.generation.vllm import VLLMEngine, _pass_markers
 from asyncrl.models import TINY, build_model
 from asyncrl.settings import load, resolve
 from asyncrl.types import Completion, SamplingParams
 from asyncrl.weights.follower import follow
-from asyncrl.weights.messages import SyncReport
+from asyncrl.weights.gather import describe
+from asyncrl.weights.messages import JoinSpec, SyncReport
+from asyncrl.weights.plan import buckets, make_plan
 from asyncrl.weights.sender import WeightSender
+from asyncrl.weights.wire import give_up, open_wire, serve_store, watch_store
 
 FIRST_LETTER = 10
 """The token that version 0 of a revealing model samples; version v samples the v-th after it."""
@@ -63,7 +68,7 @@ class Stage:
         self.engine = VLLMEngine(self.run_config, 0)
         self.run(self.engine.start(), timeout_s=280)
         _pass_markers(self.engine._llm.engine_core)  # lets a newer vLLM be stamped the way an older one is
-        self.follower = self.loop.create_task(self._follow())
+        self.follower = self.loop.create_task(self.follow(self.engine, 0))
 
     def run(self, coroutine: Coroutine[Any, Any, Any], *, timeout_s: float = 180.0) -> Any:
         """Run one coroutine to its end on the engine's loop; a dead follower fails it."""
@@ -83,10 +88,13 @@ class Stage:
     async def publish_and_kill(self, model: PreTrainedModel) -> SyncReport:
         """Send `model` as the next version and kill vLLM's processes when half of it is on the wire."""
         self.model, self.version = model.to(self.device), self.version + 1
-        self._at_tensor[len(list(model.parameters())) // 2] = kill_vllm
+        self.at_half(kill_vllm)
         report = await asyncio.to_thread(self._sender.publish, self.version)
-        self._at_tensor.clear()
         return report
+
+    def at_half(self, call: Callable[[], None]) -> None:
+        """Call this, once, in the sender's thread when half of the model is on the wire."""
+        self._at_tensor[len(list(self.model.parameters())) // 2] = call
 
     def close(self) -> None:
         self.follower.cancel()
@@ -97,15 +105,45 @@ class Stage:
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for index, pair in enumerate(self.model.named_parameters()):
-            self._at_tensor.get(index, lambda: None)()
+            self._at_tensor.pop(index, lambda: None)()
             yield pair
 
-    async def _follow(self) -> None:
+    async def follow(self, engine: Engine, index: int) -> None:
+        """Have an engine follow the sender until cancelled."""
         address = self._sender.address
         assert address is not None
         await follow(
-            address, self.engine, index=0, incarnation="test", config=self.config.weights, on_version=lambda _: None
+            address, engine, index=index, incarnation="test", config=self.config.weights, on_version=lambda _: None
         )
+
+
+async def abortive_sync(stage: Stage, generation: int, num_buckets: int) -> None:
+    """A broadcast to the engine of which only `num_buckets` buckets come. Raises what its engine raises."""
+    plan = make_plan(describe(lambda: stage.model.named_parameters()), 64 << 10, 2)
+    store = serve_store("127.0.0.1", 30.0)
+    spec = JoinSpec(host="127.0.0.1", port=store.port, generation=generation, first_rank=1, world_size=2,
+                    backend="gloo", timeout_s=30.0)  # fmt: skip
+    watch = watch_store(store, generation)
+    wire, _ = await asyncio.gather(
+        asyncio.to_thread(open_wire, store, spec, 0, torch.device("cpu"), watch), stage.engine.join_weights(spec)
+    )
+    receiving = asyncio.create_task(stage.engine.receive_weights(plan))
+    for bucket in buckets(plan)[:num_buckets]:
+        wire.start(torch.zeros(bucket.nbytes, dtype=torch.uint8))
+    await asyncio.to_thread(wire.drain, watch)
+    await asyncio.sleep(0.5)  # the worker waits for the next bucket, or will: it is told either way
+    give_up(store, generation, "the test gave up")
+    try:
+        await receiving
+    finally:
+        wire.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.01)
 
 
 def kill_vllm() -> None:

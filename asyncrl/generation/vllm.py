@@ -201,17 +201,20 @@ class VLLMEngine:
         """Pause, receive into the model, stay paused. Returns a checksum per bucket, equal in all workers."""
         # Each bucket has its own bound in the worker; this one only catches a worker that hangs elsewhere.
         text, bound_s = _json(plan), self._timeout_s * (1 + len(buckets(plan)))
+        again = (
+            self._paused_at is not None
+        )  # what an attempt before this one left has been neither served nor discarded
         self._open.clear()
         await self._none_adding.wait()
         self._paused_at = time.monotonic()
-        self._pausing = asyncio.create_task(self._pause(bound_s))
+        self._pausing = self._pause(bound_s)
         if self._config.generation.on_update != "keep":
             await self._stand_still()
             self._paused_at = time.monotonic()
         # Otherwise this goes out right behind the pause. Workers take it once they have queued the step they are in:
         # on the device the new weights follow it, and its tokens, which are of the old ones, come back before the
         # pause is answered, while buckets arrive.
-        await self._rpc("asyncrl_begin", text)
+        await self._rpc("asyncrl_begin", text, again)
         try:
             await self._stand_still()
         finally:
@@ -226,14 +229,12 @@ class VLLMEngine:
 
     async def commit_weights(self, version: int) -> None:
         """Serve the received weights as `version` from the next token on."""
-        try:
-            if self._reports_versions:
-                await self._within(self._llm.update_weight_version(str(version)), "set its version")
-            else:
-                self._mark(version)
-            self.version = version
-        finally:
-            await self._resume()
+        if self._reports_versions:
+            await self._within(self._llm.update_weight_version(str(version)), "set its version")
+        else:
+            self._mark(version)
+        self.version = version
+        await self._resume()
 
     async def discard_weights(self) -> None:
         """Go on with the old weights if nothing was overwritten; raises EngineDead if something was."""
@@ -247,15 +248,17 @@ class VLLMEngine:
     async def _stand_still(self) -> None:
         """Wait for the pause that was begun, if one was."""
         if self._pausing is not None:
-            await self._pausing
-            self._pausing = None
+            pausing, self._pausing = self._pausing, None
+            await pausing
 
-    async def _pause(self, bound_s: float) -> None:
-        """Wait until vLLM stands still; its answer comes after every token sampled before."""
+    def _pause(self, bound_s: float) -> asyncio.Task[None]:
+        """Begin to pause; the task waits until vLLM stands still: its answer comes after every token sampled before."""
         mode, clear_cache = PAUSE[self._config.generation.on_update]
         # Not AsyncLLM.pause_generation: that also sleeps for 20 ms, which is half of what a sync takes.
         pause = self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
-        await self._within(pause, "pause", bound_s=bound_s)
+        # A task at once: tasks begin in the order they were made, so that no later order overtakes this one.
+        pause = asyncio.ensure_future(pause)
+        return asyncio.create_task(self._within(pause, "pause", bound_s=bound_s))
 
     async def _resume(self) -> None:
         await self._within(self._llm.resume_generation(), "resume")
@@ -282,7 +285,7 @@ class VLLMEngine:
 
         self._llm.engine_core.outputs_queue.put_nowait(_Marker(note))
 
-    async def _rpc(self, method: str, *args: str, bound_s: float | None = None) -> list[Any]:
+    async def _rpc(self, method: str, *args: str | bool, bound_s: float | None = None) -> list[Any]:
         """Call a method of the worker extension in every worker."""
         return await self._within(self._llm.collective_rpc(method, args=args), f"answer {method}", bound_s=bound_s)
 

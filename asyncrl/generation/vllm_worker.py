@@ -45,16 +45,17 @@ class Receiver:
 
         return widen_head(self.model_runner.get_model())  # type: ignore[attr-defined]
 
-    def asyncrl_begin(self, plan: str) -> None:
+    def asyncrl_begin(self, plan: str, again: bool) -> None:
         """Begin to take part in one broadcast of a PlanSpec (JSON) and to load it, behind what is queued on the device.
 
         In a thread, while vLLM hands out the tokens of its last step; no other step may be begun before `asyncrl_end`.
+        `again`: what an earlier broadcast brought does not serve yet, so that the old weights may be gone already.
         """
         import torch
 
         stopwatch, device = Stopwatch(self.device), self.device  # type: ignore[attr-defined]
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._asyncrl_touched = False
+        self._asyncrl_touched = self.asyncrl_touched() and again
         self._asyncrl_received: Future[dict[str, Any]] = Future()
 
         def receive() -> None:
@@ -94,7 +95,9 @@ class Receiver:
         }
 
     def asyncrl_touched(self) -> bool:
-        """True when the last broadcast changed any weight, complete or not."""
+        """True when a broadcast changed any weight since others last served, complete or not."""
+        if hasattr(self, "_asyncrl_received"):
+            self._asyncrl_received.exception()  # waits: it may still be loading if nobody asked for its end
         return getattr(self, "_asyncrl_touched", False)
 
     def _asyncrl_model_copies(self) -> Copies:

@@ -9,9 +9,9 @@ import zmq
 from asyncrl.replay.keys import load_keys, new_keys, secure_client
 from asyncrl.weights.control import Control, is_loopback
 from asyncrl.weights.members import Gone, Members
-from asyncrl.weights.messages import SCHEMA, Discard, Hello, Ready, decode_to_generator, encode
+from asyncrl.weights.messages import SCHEMA, Discard, Failed, Hello, Ready, decode_to_generator, encode
 
-HELLO = Hello(index=1, incarnation="a", num_ranks=1, version=-1)
+HELLO = Hello(index=1, incarnation="a", num_ranks=1, version=-1, attempt=0)
 WAIT_S = 20.0
 
 
@@ -70,7 +70,7 @@ def test_a_peer_that_came_back_under_its_name_is_not_taken_for_its_former_self(c
     first.send_multipart(encode(HELLO))
     assert control.next(WAIT_S)[:2] == ("1-a", HELLO)
     second = dealer(peers, control.address, "1-a")
-    second.send_multipart(encode(msgspec.structs.replace(HELLO, version=5)))
+    second.send_multipart(encode(msgspec.structs.replace(HELLO, version=5, attempt=1)))
     members = Members()
     members.apply(*control.next(WAIT_S))
     first.close(0)
@@ -108,15 +108,35 @@ def test_with_keys_only_those_on_the_list_are_heard(peers, tmp_path):
 
 def test_members_keep_what_each_answered_and_forget_the_gone():
     members = Members()
-    ready = Ready(version=1, digest="d")
+    ready = Ready(version=1, attempt=0, digest="d")
     members.apply("1-a", HELLO, 1.0)
     members.apply("1-a", ready, 2.0)
     members.apply("2-b", ready, 2.0)  # never said hello
     assert members.replies == {"1-a": ready}
-    members.apply("1-a", msgspec.structs.replace(HELLO, version=1), 3.0)
+    members.apply("1-a", msgspec.structs.replace(HELLO, version=1, attempt=1), 3.0)
     assert members.by_key["1-a"].heard == 3.0
     assert members.behind(1) == []
     assert [m.index for m in members.behind(2)] == [1]
     members.apply("1-a", Gone("connection lost"), 4.0)
     assert members.behind(2) == []
     assert isinstance(members.replies["1-a"], Gone)
+
+
+def test_answers_to_an_earlier_attempt_are_passed_over():
+    members = Members(100)
+    members.apply("1-a", HELLO, 1.0)
+    earlier, now = members.begin_attempt(), members.begin_attempt()
+    assert (earlier, now) == (101, 102)
+    members.apply("1-a", Ready(version=1, attempt=earlier, digest="d"), 2.0)
+    assert members.replies == {}
+    answer = Ready(version=1, attempt=now, digest="d")
+    members.apply("1-a", answer, 3.0)
+    members.apply("1-a", Failed(version=1, attempt=earlier, stage="wire", reason="late"), 4.0)
+    assert members.replies == {"1-a": answer}
+
+
+def test_a_version_that_a_former_trainer_published_is_not_taken_for_ours():
+    members = Members(100)
+    members.apply("1-a", msgspec.structs.replace(HELLO, version=7, attempt=99), 1.0)
+    members.apply("2-b", msgspec.structs.replace(HELLO, version=7, attempt=101), 1.0)
+    assert [m.key for m in members.behind(7)] == ["1-a"]

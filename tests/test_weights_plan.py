@@ -120,8 +120,8 @@ def test_sizes_change_the_digest_and_the_wire_does_not():
 
 
 def test_control_messages_round_trip():
-    hello = Hello(index=3, incarnation="x", num_ranks=2, version=-1)
-    commit = Commit(version=4, checksums=[-(2**63), 2**63 - 1])
+    hello = Hello(index=3, incarnation="x", num_ranks=2, version=-1, attempt=0)
+    commit = Commit(version=4, attempt=9, checksums=[-(2**63), 2**63 - 1])
     assert decode_to_trainer(encode(hello)) == hello
     assert decode_to_generator(encode(commit)) == commit
 
@@ -129,7 +129,7 @@ def test_control_messages_round_trip():
 @given(st.binary(max_size=60))
 def test_malformed_control_messages_are_value_errors(junk):
     assume(junk != SCHEMA)
-    frames = encode(Committed(version=1, pause_s=0.0, wire_s=0.0, load_s=0.0))
+    frames = encode(Committed(version=1, attempt=1, pause_s=0.0, wire_s=0.0, load_s=0.0))
     for bad in ([junk], [junk, frames[1]], [SCHEMA, frames[1][:-1]], [SCHEMA, frames[1], junk]):
         with pytest.raises(ValueError, match=r"malformed|expected two frames"):
             decode_to_trainer(bad)

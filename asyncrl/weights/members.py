@@ -31,7 +31,7 @@ class Member:
     incarnation: str
     num_ranks: int
     version: int
-    """What it serves."""
+    """What it serves; -1: nothing that this trainer published."""
     agreed: str = ""
     """Digest of the plan that it has agreed to, and so knows."""
     heard: float = 0.0
@@ -40,10 +40,22 @@ class Member:
 
 @dataclass(slots=True)
 class Members:
-    """All generators that said hello. `replies` holds what came since it was last cleared, except hellos."""
+    """All generators that said hello. `replies` holds what each answered in the present attempt, or that it is gone."""
 
+    first: int = 0
+    """The attempts of this trainer are numbered from here."""
+    attempt: int = field(init=False)
     by_key: dict[str, Member] = field(default_factory=dict)
     replies: dict[str, Reply] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.attempt = self.first
+
+    def begin_attempt(self) -> int:
+        """The number of a new round of orders, to which no answers have come."""
+        self.replies.clear()
+        self.attempt += 1
+        return self.attempt
 
     def behind(self, version: int | None) -> list[Member]:
         """Members that do not serve `version` (None: nothing was published yet, so all), in order of their index."""
@@ -53,7 +65,7 @@ class Members:
         """Take in one event that came at `when`. A second hello of a known member updates its version, nothing else."""
         if isinstance(event, Hello):
             self._hello(key, event)
-        elif key in self.by_key:
+        elif key in self.by_key and (isinstance(event, Gone) or event.attempt == self.attempt):
             self.replies[key] = event
         if key in self.by_key:
             self.by_key[key].heard = when
@@ -66,8 +78,9 @@ class Members:
         self.replies.pop(key, None)
 
     def _hello(self, key: str, hello: Hello) -> None:
+        version = hello.version if hello.attempt > self.first else -1  # a former trainer's may have had other weights
         known = self.by_key.get(key)
         if known is not None and known.num_ranks == hello.num_ranks:
-            known.version = hello.version
+            known.version = version
         else:
-            self.by_key[key] = Member(key, hello.index, hello.incarnation, hello.num_ranks, hello.version)
+            self.by_key[key] = Member(key, hello.index, hello.incarnation, hello.num_ranks, version)

@@ -2,13 +2,15 @@
 
     generator -> trainer   Hello(incarnation, num_ranks)             I am here; I serve `version` (-1: nothing yet);
                                                                      said again every second while idle
-    trainer -> generator   Prepare(spec, digest, plan, version)      this is what will come, through this group
+    trainer -> generator   Prepare(spec, digest, plan)               this is what will come, through this group
     generator -> trainer   Ready | Failed(stage, reason)             plan checked; nobody has joined anything yet
-    trainer -> generator   Go(version)                               join (if the group is new), then receive
-    generator -> trainer   Received(version, checksums) | Failed
-    trainer -> generator   Commit(version) | Discard(version)        or Prepare again: another receiver broke the wire
-    generator -> trainer   Committed(version, pause_s, wire_s, load_s)
+    trainer -> generator   Go(generation, digest)                    join (if the group is new), then receive
+    trainer -> generator   Commit(checksums)                         that was all: serve it if it is what you received
+    generator -> trainer   Committed(pause_s, wire_s, load_s)        | Failed(stage, reason), once
+    trainer -> generator   Discard(reason)                           or Prepare again: another receiver broke the wire
 
+Each but Hello and Discard names the version and the `attempt`: a number that rises with each round of orders, also over
+restarts of the trainer. An answer to an earlier round is passed over, and nothing is served on the word of another one.
 Plain msgspec Structs over ZeroMQ (ROUTER on the trainer, DEALER on generators); the bytes of weights never pass here.
 On the wire each is two frames: SCHEMA, then msgpack. What a publish reports (SyncReport) is here too. No torch.
 """
@@ -19,7 +21,7 @@ from typing import Literal
 
 import msgspec
 
-SCHEMA = b"asyncrl-weights-3"
+SCHEMA = b"asyncrl-weights-4"
 """First frame of every control message; a peer that speaks another schema is refused by name."""
 
 
@@ -66,10 +68,13 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     incarnation: str
     num_ranks: int
     version: int
+    attempt: int
+    """That brought this version; 0: none did."""
 
 
 class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     version: int
+    attempt: int
     spec: JoinSpec
     digest: str
     """Of the plan."""
@@ -79,6 +84,7 @@ class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     version: int
+    attempt: int
     digest: str
 
 
@@ -86,6 +92,7 @@ class Go(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Receive a broadcast in the group and of the plan that were prepared, now or for an earlier version."""
 
     version: int
+    attempt: int
     generation: int
     """Of the group."""
     digest: str
@@ -96,6 +103,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """All has been sent: serve it if these are the checksums of what was received. Not waited for before it is sent."""
 
     version: int
+    attempt: int
     checksums: list[int]
 
 
@@ -106,6 +114,7 @@ class Discard(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class Committed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     version: int
+    attempt: int
     pause_s: float
     """How long generation stood still."""
     wire_s: float
@@ -118,6 +127,7 @@ FailedStage = Literal["prepare", "join", "wire", "load", "checksum", "commit"]
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     version: int
+    attempt: int
     stage: FailedStage
     reason: str
 

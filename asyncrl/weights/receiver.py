@@ -69,10 +69,8 @@ class Receiver:
             self._wire = open_wire(store, spec, rank, self._device, self._watch)
         self._broadcasts, self._begun, self._claimed = 0, False, False
         if head_start:
-            abandon = partial(self._abandon, self._wire)
-            self._head_start = HeadStart(
-                spec, rank, store, begin=self._begin_early, claimed=self._has_claimed, abandon=abandon
-            )
+            begin, abandon = partial(self._begin_early, self._wire), partial(self._abandon, self._wire)
+            self._head_start = HeadStart(spec, rank, store, begin=begin, claimed=self._has_claimed, abandon=abandon)
 
     def receive(self, plan: PlanSpec, load: Load) -> list[int]:
         """Take part in one broadcast of `plan`; bucket k is loaded while k+1 and its successors arrive.
@@ -145,11 +143,11 @@ class Receiver:
                 self._start_first(cut, allocated)
             return allocated
 
-    def _begin_early(self, number: int, digest: str) -> bool:
+    def _begin_early(self, wire: Wire, number: int, digest: str) -> bool:
         """In the head start's thread: start the first broadcasts if they will be of the plan that is known."""
         with self._lock:
             plan = self._plan
-            if self._wire is None or self._begun or self._claimed or number != self._broadcasts:
+            if self._wire is not wire or self._begun or self._claimed or number != self._broadcasts:
                 return False
             if plan is None or plan.digest != digest or not self._buffers:
                 return False

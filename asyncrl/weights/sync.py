@@ -79,7 +79,7 @@ class Conductor:
                  device: torch.device) -> None:  # fmt: skip
         self.control, self.store, self.backend = control, store, backend
         self.timeout_s, self.device = timeout_s, device
-        self.members = Members()
+        self.members = Members(time.time_ns())
         self.group: Group | None = None
         self._generation = 0
 
@@ -157,10 +157,11 @@ class Sync:
         stale = time.monotonic() - FRESH_S
         if group.wire is not None and all(m.agreed == digest and m.heard > stale for m in self._targets):
             return True
-        self._c.members.replies.clear()
+        attempt = self._c.members.begin_attempt()
         for member in self._targets:
             own, plan = _with_first_rank(group.spec, rank), None if member.agreed == digest else self._plan
-            self._c.control.send(member.key, Prepare(version=self._version, spec=own, digest=digest, plan=plan))
+            order = Prepare(version=self._version, attempt=attempt, spec=own, digest=digest, plan=plan)
+            self._c.control.send(member.key, order)
             rank += member.num_ranks
         self._collect()
         ready = [member for member in self._targets if self._expect(member, Ready, "prepare")]
@@ -175,11 +176,10 @@ class Sync:
 
         Whoever has a head start hears it from the store."""
         self._broken, self._sums, self._started = None, [], 0
-        self._c.members.replies.clear()
-        group = self._c.group
+        attempt, group = self._c.members.begin_attempt(), self._c.group
         assert group is not None
+        go = Go(version=self._version, attempt=attempt, generation=group.spec.generation, digest=self._plan.digest)
         for member in self._targets:
-            go = Go(version=self._version, generation=group.spec.generation, digest=self._plan.digest)
             self._c.control.send(member.key, go)
         announce(self._c.store, group.spec, group.broadcasts, self._plan.digest)
         group.broadcasts += 1
@@ -241,9 +241,10 @@ class Sync:
         sent = time.perf_counter()
         self.tally.wire_s += sent - self._wire_began
         if self._started == len(buckets(self._plan)):  # else nobody can have received all
+            commit = Commit(version=self._version, attempt=self._c.members.attempt, checksums=ours)
             for member in self._targets:
                 if member.key not in self._c.members.replies:
-                    self._c.control.send(member.key, Commit(version=self._version, checksums=ours))
+                    self._c.control.send(member.key, commit)
         self._collect()
         self._judge()
         self.tally.commit_s += time.perf_counter() - sent
@@ -257,6 +258,8 @@ class Sync:
                 again.append((member, reply))
             elif committed := self._expect(member, Committed, "broadcast"):
                 self._count(member, committed)
+        if again:
+            self._c.disband("a receiver has left it")  # even where the wire held: who fails does not stay
         if again and len(self.tally.dropped) == dropped_before:
             self._second_chance(again)
 
@@ -289,9 +292,9 @@ class Sync:
             self._c.pump(min(left, 1.0))
 
     def _expect(self, member: Member, kind: type[Answer], stage: str) -> Answer | None:
-        """The member's answer if it is a `kind` for this version; otherwise drop it, saying why."""
+        """The member's answer if it is a `kind`; otherwise drop it, saying why."""
         reply = self._c.members.replies.get(member.key)
-        if isinstance(reply, kind) and reply.version == self._version:
+        if isinstance(reply, kind):
             return reply
         if isinstance(reply, Failed):
             self._drop(member, reply.stage, reply.reason)
@@ -300,7 +303,7 @@ class Sync:
         elif reply is None:
             self._drop(member, stage, f"no answer within {self._c.timeout_s:g} s")
         else:
-            self._drop(member, stage, f"answered {type(reply).__name__} for version {reply.version}")
+            self._drop(member, stage, f"answered {type(reply).__name__}")
         return None
 
     def _drop(self, member: Member, stage: str, reason: str) -> None:

@@ -131,8 +131,8 @@ class _Follower:
         lost.cancel()
         message = await self._next(LAST_WORDS_S)
         if message is None:
-            how = "is gone" if gone else f"was silent for {bound_s:g} s"
-            await self._discard(f"the trainer {how} between broadcast and commit")
+            what = "the connection to the trainer ended" if gone else f"the trainer was silent for {bound_s:g} s"
+            await self._discard(f"{what} between broadcast and commit")
         return message
 
     async def _act(self, message: ToGenerator) -> None:

@@ -166,6 +166,8 @@ class ReplayConfig(Section):
     when rollouts or rewards fail."""
     journal: bool = True
     """Keep groups and leases on disk so that an acknowledged insert survives a crash."""
+    share_files: bool = True
+    """Processes on the replay server's host leave large groups in files and send where they lie."""
     bind: str = "tcp://127.0.0.1:*"
     """Where the replay server listens; anything but loopback needs keys."""
     keys: str | None = None

@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf, nan
 from typing import TypeVar, cast
 
 import zmq
 
-from asyncrl.replay import frames, messages, wire
+from asyncrl.replay import frames, messages, spool, wire
 from asyncrl.replay.dealer import LINGER_MS, connect
 from asyncrl.replay.exchange import Exchange, Session, expect
 from asyncrl.replay.keys import CurveKeys
@@ -51,6 +52,7 @@ class AsyncReplayClient:
         self._open: dict[int, Open] = {}
         """By sequence number."""
         self._held: set[int] = set()
+        self._files: spool.Writer | None = None
         self._fd = cast(int, self._socket.getsockopt(zmq.FD))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -58,7 +60,11 @@ class AsyncReplayClient:
 
     async def hello(self) -> Welcome:
         """Say who this is. The first request of a generator."""
-        return await self._call(self._hello, Welcome)
+        welcome = await self._call(self._hello, Welcome)
+        if self._files is None and (folder := spool.accept(welcome.offer)) is not None:
+            with suppress(OSError):
+                self._files = spool.Writer(folder, self._session.incarnation)
+        return welcome
 
     async def lookup(self, key: str, timeout_s: float) -> str:
         """The announced value; waits until there is one. Raises TimeoutError."""
@@ -72,8 +78,11 @@ class AsyncReplayClient:
 
     async def insert(self, group: Group) -> bool:
         """True: accepted, and safe whatever crashes. False: the lease had expired; not an error."""
-        body = messages.Insert(lease_id=group.lease_id)
-        done = await self._call(body, messages.Done, payload=wire.pack_group(group))
+        frames_ = wire.pack_group(group)
+        place = self._leave(frames_)
+        call = self._insert(group, frames_) if place is None else self._refer(group, place)
+        del frames_  # else they would wait here for the reply
+        done = await call
         self._held.discard(group.lease_id)
         return done.accepted
 
@@ -108,8 +117,39 @@ class AsyncReplayClient:
             self._timer.cancel()
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._fd)
+        self._leave_no_more()
         self._socket.close(linger=LINGER_MS)
         self._context.term()
+
+    def _leave(self, frames_: Sequence[wire.Frame]) -> messages.Place | None:
+        """Write a group to a file, if that is possible."""
+        with suppress(OSError):  # a full disk, say
+            return self._files.append(frames_) if self._files is not None else None
+        return None
+
+    def _leave_no_more(self) -> None:
+        if self._files is not None:
+            self._files.close()
+        self._files = None
+
+    def _insert(self, group: Group, frames_: Sequence[wire.Frame]) -> Coroutine[None, None, messages.Done]:
+        return self._call(messages.Insert(lease_id=group.lease_id), messages.Done, payload=frames_)
+
+    async def _refer(self, group: Group, place: messages.Place) -> messages.Done:
+        """Insert a group that lies in a file. When the server does not find it there, the socket carries it."""
+        files = self._files
+        assert files is not None
+        full, unused = files.ask(), list[int]()
+        try:
+            done = await self._call(messages.Insert(lease_id=group.lease_id, place=place, full=full), messages.Done)
+            unused = done.unused
+            return done
+        except ValueError:
+            self._leave_no_more()
+        finally:
+            files.answered(place)
+            files.told(full, unused)
+        return await self._insert(group, wire.pack_group(group))
 
     async def _call(
         self, body: messages.Request, expected: type[M], *, payload: Sequence[wire.Frame] = (), timeout_s: float = inf

@@ -12,8 +12,10 @@ import os
 import socket
 from collections.abc import Sequence
 from math import inf
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import zmq
 
 from asyncrl.replay import frames, messages, wire
@@ -22,6 +24,7 @@ from asyncrl.replay.exchange import SILENCE_S, Exchange, Session, expect
 from asyncrl.replay.keys import CurveKeys
 from asyncrl.replay.messages import Welcome
 from asyncrl.replay.seal import unseal
+from asyncrl.replay.spool import accept, gather
 from asyncrl.types import Group
 
 M = TypeVar("M")
@@ -38,7 +41,8 @@ class Asked(NamedTuple):
     """A batch that was asked for."""
 
     exchange: Exchange
-    version: int
+    body: messages.Take
+    timeout_s: float
 
 
 class Packed(NamedTuple):
@@ -71,11 +75,15 @@ class ReplayClient:
         self._socket = connect(self._context, address, curve)
         self._hello = messages.Hello(pid=os.getpid(), host=socket.gethostname())
         self._greeted = False
+        self._folder: Path | None = None
+        """Where groups may lie in files."""
 
     def hello(self) -> Welcome:
         """Say who this is; done before the first request by itself."""
         self._greeted = True
-        return self._call(self._hello, Welcome)
+        welcome = self._call(self._hello, Welcome)
+        self._folder = accept(welcome.offer)
+        return welcome
 
     def take(self, *, step: int, num_groups: int, version: int, timeout_s: float) -> Taken:
         """The groups of `step`, to be trained at `version`. Idempotent in `step`. Raises TakeTimeout(diagnosis)."""
@@ -84,16 +92,25 @@ class ReplayClient:
     def ask(self, *, step: int, num_groups: int, version: int, timeout_s: float) -> Asked:
         """The first half of `take`: send the request. No other request until it is answered."""
         self._greet()
-        exchange = Exchange(
-            self._session, messages.Take(step=step, num_groups=num_groups, version=version), (), timeout_s
-        )
+        by_place = self._folder is not None
+        return self._ask(messages.Take(step=step, num_groups=num_groups, version=version, by_place=by_place), timeout_s)
+
+    def _ask(self, body: messages.Take, timeout_s: float) -> Asked:
+        exchange = Exchange(self._session, body, (), timeout_s)
         self._go_on(exchange)
-        return Asked(exchange, version)
+        return Asked(exchange, body, timeout_s)
 
     def receive(self, asked: Asked) -> Packed:
         """The second half: wait for the batch. Raises as `take` does."""
         reply, payload = self._await(asked.exchange, messages.Taken)
-        return Packed(reply, payload, asked.version)
+        if reply.places and self._folder is not None:
+            try:
+                payload = gather(self._folder, reply.places, payload)
+            except ValueError:  # the folder has gone: from now on through the socket
+                self._folder = None
+                body = msgspec.structs.replace(asked.body, by_place=False)
+                return self.receive(self._ask(body, asked.timeout_s))
+        return Packed(reply, payload, asked.body.version)
 
     def publish(self, *, version: int, step: int) -> None:
         """`version`, made by training `step`, is live on the generators."""

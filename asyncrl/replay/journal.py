@@ -21,9 +21,11 @@ from asyncrl.curriculum import Curriculum, Record
 from asyncrl.replay.buffer import TAKES_KEPT, Buffer
 from asyncrl.replay.ledger import Ledger, Means
 from asyncrl.replay.line import Changes, Seat
+from asyncrl.replay.messages import Place
 from asyncrl.replay.parcel import Parcel, parcel_of
 from asyncrl.replay.redo import Redo, Turn, merge
-from asyncrl.replay.segments import Place, Segments
+from asyncrl.replay.segments import Segments
+from asyncrl.replay.spool import Key, gather
 from asyncrl.types import NOT_SAMPLED, Prompt
 
 FORMAT = 1
@@ -94,7 +96,11 @@ class Journal:
         self._pending += map(_TURNS.decode, self._redo.read(self._epoch + 1))
         self.flush()
         self._redo.empty()
-        self._segments = Segments(folder / "groups", self._used_segments())
+        used, self.left_in_files = self._used_segments()
+        """Segments of the journal, and those of generators, that the database refers to."""
+        self._segments = Segments(folder / "groups", used)
+        self.files_folder = folder / "left"
+        """Where generators leave groups."""
         self._places: dict[int, bytes] = {}
         """Places of buffered groups, by position."""
         self._written = b""
@@ -109,10 +115,13 @@ class Journal:
         if not changes.seats and counters == self._written:
             return
         with _naming_a_full_disk():
-            if self._forgettable and not self._segments.hold(p.nbytes for p in changes.arrived.values()):
+            came = (p.nbytes for p in changes.arrived.values() if p.place is None)
+            if self._forgettable and not self._segments.hold(came):
                 self.flush()
             for position, parcel in changes.arrived.items():
-                self._places[position] = _ENCODER.encode(self._segments.append(parcel.frames))
+                if parcel.place is not None:
+                    self.left_in_files.add((parcel.place.owner, parcel.place.segment))
+                self._places[position] = _ENCODER.encode(parcel.place or self._segments.append(parcel.frames))
             turn = self._turn(changes, buffer.uses_by_step, buffer.curriculum, counters)
             self._redo.append(self._epoch + 1, _ENCODER.encode(turn))
         self._pending.append(turn)
@@ -128,7 +137,7 @@ class Journal:
         if not self._pending and not self._forgettable:
             return
         with _naming_a_full_disk():
-            with _Transaction(self._db):
+            with _transaction(self._db):
                 if self._pending:
                     self._write(merge(self._pending))
                     self._db.execute("insert or replace into redo values (0, ?)", (self._epoch + 1,))
@@ -140,7 +149,7 @@ class Journal:
                 self._redo.empty()
             if self._forgettable:
                 self._forgettable = None
-                self._segments.keep(self._used_segments())
+                self._keep_used()
                 self._segments.trim(SPARE_SEGMENTS)
 
     def _turn(
@@ -252,14 +261,14 @@ class Journal:
                 f"the replay journal cannot go back to step {step}; without its journal a run resumes with "
                 "replay.journal false, and then repeats or skips some prompts"
             )
-        with _Transaction(self._db):
+        with _transaction(self._db):
             if step:
                 self._undo(step, uses[0])
             else:
                 for table in _ALL:
                     self._db.execute(f"delete from {table}")
         self._places.clear()
-        self._segments.keep(self._used_segments())
+        self._keep_used()
         self._written, self._steps = b"", {}
         return self.restore()[0]
 
@@ -320,14 +329,20 @@ class Journal:
         """Read the group of a seat if it is buffered or can be asked for again."""
         if seat.used_up and seat.last_step <= buffer.step - TAKES_KEPT:
             return
-        parcel = parcel_of(self._segments.read(_PLACES.decode(place)))
+        at = _PLACES.decode(place)
+        parcel = parcel_of(gather(self.files_folder, [at], ()) if at.owner else self._segments.read(at))
         parcels[seat.position] = parcel
         if not seat.used_up:
             seat.parcel = parcel
 
-    def _used_segments(self) -> set[int]:
-        places = self._db.execute("select place from seats where place is not null")
-        return {_PLACES.decode(p).segment for (p,) in places}
+    def _used_segments(self) -> tuple[set[int], set[Key]]:
+        rows = self._db.execute("select place from seats where place is not null")
+        places = [_PLACES.decode(p) for (p,) in rows]
+        return {p.segment for p in places if not p.owner}, {(p.owner, p.segment) for p in places if p.owner}
+
+    def _keep_used(self) -> None:
+        used, self.left_in_files = self._used_segments()
+        self._segments.keep(used)
 
     def _check_format(self, folder: Path) -> None:
         found = self._db.execute("select format from meta").fetchone()
@@ -348,17 +363,16 @@ def _naming_a_full_disk() -> Iterator[None]:
         ) from error
 
 
-class _Transaction:
+@contextmanager
+def _transaction(db: sqlite3.Connection) -> Iterator[None]:
     """All or nothing."""
-
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
-
-    def __enter__(self) -> None:
-        self._db.execute("begin immediate")
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self._db.execute("commit" if kind is None else "rollback")
+    db.execute("begin immediate")
+    try:
+        yield
+    except BaseException:
+        db.execute("rollback")
+        raise
+    db.execute("commit")
 
 
 def _counters(buffer: Buffer, announced: Announced) -> Counters:

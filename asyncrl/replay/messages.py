@@ -23,6 +23,30 @@ class _Message(msgspec.Struct, kw_only=True, tag=True):
     """Base: keyword-only, tagged with its class name."""
 
 
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where one group lies: in a segment of the journal or, with an `owner`, in one of a generator."""
+
+    segment: Count
+    offset: Count
+    length: Count
+    owner: Name = ""
+    """Incarnation of the generator."""
+    header: Count = 0
+    """Bytes of its first frame."""
+    digests: list[bytes] = []
+    """Of its frames."""
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """The server's folder for groups, for processes on its host."""
+
+    folder: str
+    token: str
+    """What the file `token` in it says."""
+    boot: str
+    """The kernel's name for this boot of the machine."""
+
+
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """Permission to generate one group."""
 
@@ -51,9 +75,12 @@ class AskLease(_Message):
 
 
 class Insert(_Message):
-    """The group of a lease, in the payload frames; answered with Done."""
+    """The group of a lease, in the payload frames or in a file; answered with Done."""
 
     lease_id: Count
+    place: Place | None = None
+    full: Annotated[list[Count], msgspec.Meta(max_length=1 << 12)] = []
+    """Segments of the sender all of whose groups have been answered for: which of them can be written over?"""
 
 
 class Drop(_Message):
@@ -97,6 +124,8 @@ class Take(_Message):
     step: Count
     num_groups: Count
     version: Version
+    by_place: bool = False
+    """The sender sees the server's folder: of groups that lie there it wants the places alone."""
 
 
 class Publish(_Message):
@@ -165,6 +194,7 @@ class Welcome(_Message):
     run: str
     version: int
     announced: dict[str, str]
+    offer: Offer | None = None
 
 
 class Leases(_Message):
@@ -177,6 +207,8 @@ class Done(_Message):
     """False: the lease had expired, the group or drop was ignored; to a heartbeat, the run is finished."""
 
     accepted: bool = True
+    unused: list[int] = []
+    """Of the segments that were asked about, those to which nothing refers."""
 
 
 class Value(_Message):
@@ -184,11 +216,13 @@ class Value(_Message):
 
 
 class Taken(_Message):
-    """Followed by 2 frames per group. No groups: the data has ended."""
+    """Followed by 2 frames per group without a place. No groups: the data has ended."""
 
     num_groups: int
     version: int
     metrics: dict[str, float]
+    places: list[Place | None] = []
+    """One per group; none when no group has one."""
 
 
 class Report(_Message):

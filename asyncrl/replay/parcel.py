@@ -6,18 +6,19 @@ Made by the service when an insert arrives and by the journal when it restores o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from asyncrl.replay import wire
+from asyncrl.replay.messages import Place
 from asyncrl.replay.seal import digest_of
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Parcel:
+class Parcel(msgspec.Struct, frozen=True, kw_only=True):
     """One packed group."""
 
     frames: Sequence[wire.Frame]
-    """Header and body, as `wire.pack_group` makes them."""
+    """Header and body, as `wire.pack_group` makes them; none when the group lies in a file."""
     lease_id: int
     num_tokens: int
     nbytes: int
@@ -32,16 +33,21 @@ class Parcel:
     """Mean number of tokens per sibling."""
     digests: Sequence[bytes]
     """Of the frames, for the seal of the message that carries them on."""
+    place: Place | None = None
+    """In a generator's file."""
 
 
-def parcel_of(frames: Sequence[wire.Frame], digests: Sequence[bytes] | None = None) -> Parcel:
-    """Check the frames of a group and measure it; their digests may be known. Raises ValueError."""
+def parcel_of(
+    frames: Sequence[wire.Frame], digests: Sequence[bytes] | None = None, place: Place | None = None
+) -> Parcel:
+    """Check the frames of a group and measure it; their digests may be known. Frames that were read at a `place` are
+    not kept. Raises ValueError."""
     header = wire.check_group(frames)
     oldest, newest = wire.version_range(header, frames[1])
     G, num_tokens = len(header.lengths), sum(header.lengths)
     reward = sum(header.rewards) / G
     return Parcel(
-        frames=frames,
+        frames=frames if place is None else (),
         lease_id=header.lease_id,
         num_tokens=num_tokens,
         nbytes=sum(memoryview(f).nbytes for f in frames),
@@ -51,4 +57,5 @@ def parcel_of(frames: Sequence[wire.Frame], digests: Sequence[bytes] | None = No
         reward=reward,
         length=num_tokens / G,
         digests=[digest_of(f) for f in frames] if digests is None else digests,
+        place=place,
     )

@@ -5,11 +5,12 @@ Used by `service.py`. Pure: the time is an argument.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from asyncrl.replay import wire
 from asyncrl.replay.messages import Hello
+from asyncrl.replay.parcel import Parcel
 
 REPLIES_KEPT = 1024
 """Unacknowledged replies per peer; a client has far fewer requests open at once."""
@@ -63,6 +64,8 @@ class Peer:
     host: str = ""
     acked: int = 0
     replies: dict[int, list[wire.Frame]] = field(default_factory=dict)
+    lent: dict[int, Sequence[Parcel]] = field(default_factory=dict)
+    """The groups that such replies speak of."""
     replaced: bool = False
     """Another incarnation of the same role and index has said hello."""
     silent: bool = False
@@ -88,12 +91,18 @@ class Peer:
         if acked > self.acked:
             self.acked = acked
             for seq in [s for s in self.replies if s < acked]:
-                del self.replies[seq]
+                self._forget(seq)
 
-    def remember(self, seq: int, frames: list[wire.Frame]) -> None:
+    def remember(self, seq: int, frames: list[wire.Frame], parcels: Sequence[Parcel]) -> None:
         self.replies[seq] = frames
+        if parcels:
+            self.lent[seq] = parcels
         if len(self.replies) > REPLIES_KEPT:
-            del self.replies[next(iter(self.replies))]
+            self._forget(next(iter(self.replies)))
+
+    def _forget(self, seq: int) -> None:
+        del self.replies[seq]
+        self.lent.pop(seq, None)
 
 
 @dataclass(slots=True)
@@ -145,6 +154,14 @@ class Peers:
 
     def alive(self) -> Sequence[Peer]:
         return [p for p in self.generators() if not p.silent]
+
+    def lent(self) -> Iterator[Parcel]:
+        """The groups in replies that may be asked for again."""
+        return (parcel for p in self.known.values() for parcels in p.lent.values() for parcel in parcels)
+
+    def is_alive(self, incarnation: str) -> bool:
+        peer = self.known.get(incarnation)
+        return peer is not None and not peer.replaced and not peer.silent
 
     def num_alive(self) -> int:
         return sum(p.role == "generator" and not p.replaced and not p.silent for p in self.known.values())

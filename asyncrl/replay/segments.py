@@ -15,20 +15,11 @@ import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import msgspec
-
 from asyncrl.replay import wire
+from asyncrl.replay.messages import Place
 
 SEGMENT_BYTES = 64 << 20
 _LENGTHS = struct.Struct(f"<{wire.FRAMES_PER_GROUP}Q")
-
-
-class Place(msgspec.Struct, frozen=True, array_like=True):
-    """Where one group lies."""
-
-    segment: int
-    offset: int
-    length: int
 
 
 class Segments:

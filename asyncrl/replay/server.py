@@ -27,11 +27,15 @@ from asyncrl.replay.keys import CurveKeys, Gate, load_keys, secure_server
 from asyncrl.replay.limiter import make_limits
 from asyncrl.replay.samplers import SAMPLERS
 from asyncrl.replay.service import Service
+from asyncrl.replay.spool import Files
+from asyncrl.replay.store import Store
 
 TURN_MESSAGES = 512
 """Messages handled between two commits and flushes."""
 TURN_S = 0.1
 """Longest wait for a message; leases and silences are looked at as often."""
+SWEEP_S = 10.0
+"""Files that dead generators have left are looked for this often."""
 MAX_STALL_S = 1.0
 """Time that a turn may add to the server's clock: while the server itself stood still, nobody else was late."""
 FORGET_STEPS = 8
@@ -75,7 +79,7 @@ class Server:
             self.close()
             raise ValueError(f"the replay server cannot listen on {bind}: {error}") from error
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._clock, self._seen, self._next_tick = 0.0, time.monotonic(), 0.0
+        self._clock, self._seen, self._next_tick, self._next_sweep = 0.0, time.monotonic(), 0.0, 0.0
 
     def run(self, stop: StopEvent) -> None:
         """Consumes requests; waits for any, at most TURN_S; unblocked by a message; produces replies.
@@ -99,6 +103,9 @@ class Server:
                 self.service.tick(now)
                 self.service.settle(now)
                 self._next_tick = now + TURN_S
+            if now >= self._next_sweep:
+                self.service.store.sweep(self.service.buffer, self.service.peers)
+                self._next_sweep = now + SWEEP_S
         finally:
             self._commit()
             self._flush()
@@ -107,6 +114,7 @@ class Server:
         """Close the socket; unsent replies get a moment to leave."""
         if self._journal is not None:
             self._journal.close()
+        self.service.store.close()
         self._socket.close(linger=1000)
         if self._gate is not None:
             self._gate.close()
@@ -165,6 +173,7 @@ def open_server(run: Any, *, bind: str) -> Server:
     )
     buffer, announced = journal.restore() if journal else (make_buffer(run, 0), {})
     service = Service(
+        store=_open_store(config, journal),
         buffer=buffer,
         incarnation=token_hex(8),
         announced=announced,
@@ -174,6 +183,16 @@ def open_server(run: Any, *, bind: str) -> Server:
         forget=journal.forget if journal else lambda step, buffer: None,
     )
     return Server(service, bind=bind, journal=journal, keep_steps=config.checkpoint.every > 0, curve=curve)
+
+
+def _open_store(config: Config, journal: Journal | None) -> Store:
+    """Groups may lie in files where the configuration and the disk allow it."""
+    if config.replay.share_files:
+        with suppress(OSError):
+            if journal is None:
+                return Store(files=Files())
+            return Store(files=Files(journal.files_folder), recorded=lambda: journal.left_in_files)
+    return Store()
 
 
 def make_buffer_at(run: Any, step: int) -> Buffer:

@@ -15,9 +15,10 @@ from asyncrl.config import SuperviseConfig
 from asyncrl.replay import diagnosis, messages, wire
 from asyncrl.replay.buffer import Buffer
 from asyncrl.replay.ledger import MAX_REASONS, EndlessRejection, Means
-from asyncrl.replay.parcel import Parcel, parcel_of
+from asyncrl.replay.parcel import Parcel
 from asyncrl.replay.peers import Peer, Peers
 from asyncrl.replay.seal import Damaged, Payload, unseal
+from asyncrl.replay.store import Store
 
 Outgoing = tuple[bytes, list[wire.Frame]]
 FORGET_AFTER_S = 600.0
@@ -60,6 +61,7 @@ class Service:
     """step -> the buffer as a trainer that resumes from that step's checkpoint finds it."""
     forget: Callable[[int, Buffer], None]
     """No checkpoint before this step is kept: groups used up by then may leave the disk."""
+    store: Store = field(default_factory=Store)
     peers: Peers = field(default_factory=Peers)
     parked: dict[tuple[str, int], Waiting] = field(default_factory=dict)
     announced: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -182,13 +184,14 @@ class Service:
         match body:
             case messages.Insert(lease_id=lease_id):
                 try:
-                    parcel = self._parcel(lease_id, payload)
+                    parcel = self.store.parcel(peer.incarnation, body, payload)
                 except ValueError as error:
                     return messages.Resend(fault=str(error))
                 accepted = self._may_end(peer, lease_id) and buffer.insert(lease_id, parcel)
                 if accepted:
                     self.earned.add(length=parcel.length, reward=parcel.reward)
-                return messages.Done(accepted=accepted)
+                unused = self.store.unused(peer.incarnation, body.full, buffer, self.peers) if body.full else []
+                return messages.Done(accepted=accepted, unused=unused)
             case messages.AskLease(n=n):
                 return self._grant(peer, waiting.seq, n, now)
             case messages.Drop():
@@ -205,7 +208,8 @@ class Service:
             case messages.Hello():
                 for former in self.peers.introduce(peer, body):
                     buffer.release(former.incarnation)
-                return messages.Welcome(run=self.run, version=buffer.live_version, announced=self._valid())
+                version, offer = buffer.live_version, self.store.offer
+                return messages.Welcome(run=self.run, version=version, announced=self._valid(), offer=offer)
             case messages.Lookup(key=key):
                 return messages.Value(value=valid[key]) if key in (valid := self._valid()) else None
             case messages.Announce(key=key, value=value):
@@ -241,12 +245,6 @@ class Service:
         seat = self.buffer.leased.get(lease_id)
         return seat is None or seat.owner == peer.incarnation
 
-    def _parcel(self, lease_id: int, payload: Payload) -> Parcel:
-        parcel = parcel_of(payload.frames, payload.digests)
-        if parcel.lease_id != lease_id:
-            raise ValueError(f"the group is of lease {parcel.lease_id}, the request of lease {lease_id}")
-        return parcel
-
     def _drop(self, body: messages.Drop) -> bool:
         if body.reason == "filtered" and body.lease_id in self.buffer.leased:
             self.earned.add(length=body.length, reward=body.reward)
@@ -265,7 +263,8 @@ class Service:
         if parcels is None:
             return None
         metrics = self._metrics(now - waiting.since)
-        return messages.Taken(num_groups=len(parcels), version=body.version, metrics=metrics), parcels
+        places = [p.place for p in parcels] if body.by_place and any(p.place for p in parcels) else []
+        return messages.Taken(num_groups=len(parcels), version=body.version, metrics=metrics, places=places), parcels
 
     def _valid(self) -> dict[str, str]:
         """Announcements of processes that this server has heard: after a restart, nobody is sent to a dead address."""
@@ -285,11 +284,13 @@ class Service:
 
     def _reply(self, peer: Peer, seq: int, reply: messages.Reply | tuple[messages.Taken, list[Parcel]]) -> None:
         body, parcels = reply if isinstance(reply, tuple) else (reply, [])
-        payload = [frame for parcel in parcels for frame in parcel.frames]
-        digests = [digest for parcel in parcels for digest in parcel.digests]
+        by_place = isinstance(body, messages.Taken) and body.places
+        sent = [p for p in parcels if p.place is None] if by_place else parcels
+        payload = [frame for parcel in sent for frame in self.store.frames(parcel)]
+        digests = [digest for parcel in sent for digest in parcel.digests]
         frames = wire.pack_message(wire.ReplyEnvelope(self.incarnation, seq, body), payload, digests)
         if not isinstance(body, messages.Resend):
-            peer.remember(seq, frames)
+            peer.remember(seq, frames, parcels)
         self._send(peer, frames)
 
     def _refuse(self, identity: bytes, header: wire.Frame, fault: str) -> None:

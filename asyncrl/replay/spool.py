@@ -1,0 +1,294 @@
+"""Groups that do not go through sockets: on the host of the server, generators leave them in files and send the place.
+
+`Files` is the server's end: a folder that it offers with its welcome. `Writer` is a generator's; trainers `gather`.
+Groups below LEAST_BYTES, other hosts, and whoever does not see the folder use the socket. Nothing is mapped: a file
+that was cut short is a ValueError, and what a process has read is its own.
+
+A segment is written by its owner alone, one group behind the other. It is written over only after its owner has asked,
+when all its groups had been answered for, and was told that nothing refers to it any more. What dead owners leave is
+swept by the server: an owner holds a lock as long as it lives. As in `segments.py`, a write survives the death of the
+process as soon as it returns, and is not forced to the disk.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence, Set
+from contextlib import suppress
+from pathlib import Path
+from secrets import token_hex
+
+import numpy as np
+
+from asyncrl.replay.messages import Offer, Place
+from asyncrl.replay.seal import Frame, digest_of
+from asyncrl.replay.segments import write_all
+
+SEGMENT_BYTES = 16 << 20
+LEAST_BYTES = 64 << 10
+"""Smaller groups go through the socket, and so do those that are longer than a segment."""
+SPARE_SEGMENTS = 4
+"""Free segments that a generator keeps to be written over; it deletes the others."""
+MAX_ASKED = 256
+"""Segments that a generator asks about at once."""
+FILES_OPEN = 64
+_PREFIX = "asyncrl-groups-"
+_TOKEN, _LOCK = "token", "lock"
+_OWNER = re.compile("[0-9a-f]{16}")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+Key = tuple[str, int]
+"""Owner and number of a segment."""
+
+
+class Files:
+    """The server's end: the folder, what is offered of it, and what is deleted there."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """`folder` outlives the server; None: one in the system's temporary folder, which does not. Raises OSError."""
+        self._temporary = folder is None
+        if folder is None:
+            _clear_temporary()
+            folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._folder, self._reader, token = folder.absolute(), Reader(folder), token_hex(16)
+        new = folder / f".{_TOKEN}.{os.getpid()}"
+        self._token = _lock(new)
+        os.write(self._token, token.encode())
+        new.replace(folder / _TOKEN)
+        self.offer = Offer(folder=str(self._folder), token=token, boot=_boot())
+
+    def read(self, place: Place) -> list[Frame]:
+        """Header and body of one group. Raises ValueError when they are not there as they were written."""
+        return self._reader.read(place)
+
+    def release(self, segments: Iterable[Key]) -> None:
+        """Nothing refers to these: they may be deleted."""
+        for key in segments:
+            self._reader.forget(key)
+
+    def sweep(self, used: Set[Key], alive: Callable[[str], bool]) -> None:
+        """Delete what owners that are dead have left and that is not `used`. Looks at the locks of those that are not
+        known to be `alive`."""
+        found: dict[str, list[int]] = {}
+        for path in self._folder.glob("[0-9a-f]*.*"):
+            numbers = found.setdefault(path.stem, [])
+            if path.suffix != f".{_LOCK}":
+                numbers.append(int(path.suffix[1:]))
+        for owner, numbers in found.items():
+            if alive(owner) or not _is_free(_path(self._folder, owner, _LOCK)):
+                continue
+            gone = [n for n in numbers if (owner, n) not in used]
+            self.release((owner, n) for n in gone)
+            for number in gone:
+                _delete(_path(self._folder, owner, number))
+            if len(gone) == len(numbers):
+                _delete(_path(self._folder, owner, _LOCK))
+
+    def close(self) -> None:
+        """Without a journal nothing of it is wanted any more."""
+        self._reader.close()
+        os.close(self._token)
+        if self._temporary:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class Reader:
+    """Reads groups, and keeps the files that it read last open: the name of a deleted one is never used again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._fds: dict[Key, int] = {}
+
+    def read(self, place: Place) -> list[Frame]:
+        """Header and body of one group, in memory that may be written to. Raises ValueError when they are not there as
+        they were written."""
+        if not 0 <= place.header <= place.length <= SEGMENT_BYTES:
+            raise ValueError(f"a group in a file may have {SEGMENT_BYTES} bytes, got {place.header} of {place.length}")
+        key = place.owner, place.segment
+        frames: list[Frame] = [np.empty(n, np.uint8).data for n in (place.header, place.length - place.header)]
+        try:
+            fd = self._fds[key] if key in self._fds else self._open(key)
+            whole = os.preadv(fd, frames, place.offset) == place.length
+        except OSError as error:
+            raise ValueError(f"segment {place.segment} of {place.owner} cannot be read: {error}") from error
+        if not whole or [digest_of(f) for f in frames] != place.digests:
+            raise ValueError(f"segment {place.segment} of {place.owner} does not hold the group at {place.offset}")
+        return frames
+
+    def forget(self, key: Key) -> None:
+        if (fd := self._fds.pop(key, None)) is not None:
+            os.close(fd)
+
+    def close(self) -> None:
+        for key in list(self._fds):
+            self.forget(key)
+
+    def _open(self, key: Key) -> int:
+        """The name is made of a checked owner and a number: no path that was received is opened."""
+        owner, segment = key
+        if not _OWNER.fullmatch(owner):
+            raise ValueError(f"a group's file must belong to an incarnation, got {owner!r}")
+        fd = os.open(_path(self._folder, *key), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            os.close(fd)
+            raise ValueError(f"segment {segment} of {owner} must be a regular file of this user")
+        if len(self._fds) >= FILES_OPEN:
+            self.forget(next(iter(self._fds)))
+        self._fds[key] = fd
+        return fd
+
+
+class Writer:
+    """A generator's end. One thread."""
+
+    def __init__(self, folder: Path, owner: str) -> None:
+        """Raises OSError when nothing can be written there."""
+        self._folder, self._owner = folder, owner
+        self._lock = _lock(_path(folder, owner, _LOCK))
+        self._fd, self._current, self._offset, self._next = -1, -1, SEGMENT_BYTES, 0
+        self._unanswered = Counter[int]()
+        """Groups by segment."""
+        self._full: list[int] = []
+        self._spare: list[int] = []
+        self._ask = False
+
+    def append(self, frames: Sequence[Frame]) -> Place | None:
+        """Write one group; None when it has to go through the socket. Raises OSError when the disk is full."""
+        header, body = (memoryview(f).nbytes for f in frames)
+        if not LEAST_BYTES <= header + body <= SEGMENT_BYTES:
+            return None
+        if self._offset + header + body > SEGMENT_BYTES:
+            self._open_next()
+        write_all(self._fd, frames, self._offset, header + body)
+        digests = [digest_of(f) for f in frames]
+        place = Place(self._current, self._offset, header + body, self._owner, header, digests)
+        self._offset += header + body
+        self._unanswered[place.segment] += 1
+        return place
+
+    def answered(self, place: Place) -> None:
+        """The group is the server's, or nobody's: no request that names its place is open any more."""
+        self._unanswered[place.segment] -= 1
+
+    def ask(self) -> list[int]:
+        """Segments that the server should be asked about, whenever one more is full. `told` has to follow: of two
+        answers about one segment the second could be older than what was written between them."""
+        if not self._ask:
+            return []
+        self._ask = False
+        asked = [s for s in self._full if not self._unanswered[s]][:MAX_ASKED]
+        self._full = [s for s in self._full if s not in asked]
+        return asked
+
+    def told(self, asked: Sequence[int], unused: Sequence[int]) -> None:
+        """The answer: to these nothing refers."""
+        for segment in asked:
+            if segment not in unused:
+                self._full.append(segment)
+            elif len(self._spare) < SPARE_SEGMENTS:
+                self._spare.append(segment)
+            else:
+                _delete(_path(self._folder, self._owner, segment))
+
+    def close(self) -> None:
+        """What was written stays; with the lock goes the claim to the rest."""
+        for fd in (self._fd, self._lock):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._lock = -1
+
+    def _open_next(self) -> None:
+        number = self._spare[0] if self._spare else self._next
+        fd = _create(_path(self._folder, self._owner, number))
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._full.append(self._current)
+            self._ask = True
+        if self._spare:
+            del self._spare[0]
+        else:
+            self._next += 1
+        self._fd, self._current, self._offset = fd, number, 0
+
+
+def accept(offer: Offer | None) -> Path | None:
+    """The folder that is offered, if this process sees the same one, on the same machine, and it is private."""
+    if offer is None or not offer.boot or offer.boot != _boot():
+        return None
+    with suppress(OSError, ValueError):
+        folder = Path(offer.folder)
+        found = os.lstat(folder)
+        private = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+        if private and (folder / _TOKEN).read_text() == offer.token:
+            return folder
+    return None
+
+
+def gather(folder: Path, places: Sequence[Place | None], frames: Sequence[Frame]) -> list[Frame]:
+    """The frames of a whole batch, some of which have come while others lie in files. Raises ValueError."""
+    whole, came, reader = list[Frame](), iter(frames), Reader(folder)
+    try:
+        for place in places:
+            whole += [next(came), next(came)] if place is None else reader.read(place)
+    finally:
+        reader.close()
+    return whole
+
+
+def _clear_temporary() -> None:
+    """Delete folders of servers that were killed: nobody holds the lock on their token."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        token = folder / _TOKEN
+        with suppress(OSError):
+            if token.stat().st_uid == os.geteuid() and _is_free(token):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _path(folder: Path, owner: str, name: int | str) -> str:
+    return f"{folder}/{owner}.{name}"
+
+
+def _boot() -> str:
+    """Which boot of which machine this is; "" where the kernel does not say."""
+    with suppress(OSError):
+        return _BOOT_ID.read_text().strip()
+    return ""
+
+
+def _create(path: str | Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def _delete(path: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _lock(path: str | Path) -> int:
+    """Held until the process ends or closes what is returned."""
+    fd = _create(path)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    return fd
+
+
+def _is_free(path: str | Path) -> bool:
+    """Whether nobody holds the lock."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)

@@ -4,9 +4,10 @@
 
 Half of the inputs are decoded (requests, replies, groups): noise, and valid messages with bytes flipped, cut,
 repeated or spliced. The other half goes to a real service: valid requests in senseless order with senseless numbers,
-from a few incarnations, some damaged. What may happen: a value, a ValueError, a refusal. Anything else (another
-exception, a ledger that does not close, a broken structure, memory that grows by more than 64 MB) ends the script
-with the input's number and the seed. Prints a table, then one line of JSON.
+from a few incarnations, some damaged; some of the groups lie in files, at places that are true or not. What may happen:
+a value, a ValueError, a refusal. Anything else (another exception, a ledger that does not close, a broken structure, a
+batch whose groups are not where it says, memory that grows by more than 64 MB) ends the script with the input's number
+and the seed. Prints a table, then one line of JSON.
 """
 
 from __future__ import annotations
@@ -17,20 +18,27 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import psutil
 
 from asyncrl.config import ReplayConfig, TrainingConfig
-from asyncrl.replay import messages, wire
+from asyncrl.replay import messages, spool, wire
 from asyncrl.replay.buffer import Buffer
 from asyncrl.replay.ledger import EndlessRejection
 from asyncrl.replay.limiter import make_limits
 from asyncrl.replay.seal import digest_of, seal, unseal
 from asyncrl.replay.service import Service
+from asyncrl.replay.spool import Files, Writer, gather
+from asyncrl.replay.store import Store
 from asyncrl.types import Episode, Group, Prompt
 
 ALLOWED_GROWTH_BYTES = 64 << 20
+spool.LEAST_BYTES, spool.SEGMENT_BYTES = 0, 4096  # a file holds some of the small groups here
+INCARNATIONS = ["a" * 16, "b" * 16, "c" * 16]
+"""Generators, and a trainer."""
 
 
 def prompts(start: int) -> Iterator[Prompt]:
@@ -99,7 +107,7 @@ def request(rng: random.Random, step: int = 0, leases: Sequence[int] = (0,)) -> 
             lambda: messages.Lookup(key=str(n())),
             lambda: messages.Announce(key=str(n()), value="v"),
             lambda: messages.Take(step=n(), num_groups=rng.choice([2, 2, n()]), version=n()),
-            lambda: messages.Take(step=step + 1, num_groups=2, version=step),
+            lambda: messages.Take(step=step + 1, num_groups=2, version=step, by_place=rng.random() < 0.5),
             lambda: messages.AskLease(n=2),
             lambda: messages.Insert(lease_id=rng.choice(leases)),
             lambda: messages.Publish(version=n(), step=n()),
@@ -134,27 +142,35 @@ def decode(rng: random.Random, seeds: list[bytes], group: list[bytes]) -> str:
 class Machine:
     """A service, and clients without manners."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, files: Files) -> None:
+        self.folder = Path(files.offer.folder)
+        self.writers = {who: Writer(self.folder, who) for who in INCARNATIONS}
         self.rng, self.now, self.seq, self.steps = rng, 0.0, 0, 0
         limits = make_limits(ReplayConfig(target_lag=1, max_filtered=10**6), TrainingConfig(batch_size=2, steps=10**6))
         buffer = Buffer(limits=limits, prompts=prompts(0))
         self.service = Service(
-            buffer=buffer, incarnation="server", rewind=lambda step: buffer, forget=lambda step, buffer: None
+            buffer=buffer,
+            incarnation="server",
+            rewind=lambda step: buffer,
+            forget=lambda step, buffer: None,
+            store=Store(files=files),
         )
 
     def step(self) -> str:
         rng, service = self.rng, self.service
-        incarnation = rng.choice(["a", "b", "c"])
+        incarnation = rng.choice(INCARNATIONS)
         own = [s.lease_id for s in service.buffer.leased.values() if s.owner == incarnation]
         body = request(rng, service.buffer.step, own or (0,))
         self.seq += 1
         seq = self.seq if rng.random() < 0.9 else max(0, self.seq - rng.randint(0, 20))
-        role = "trainer" if incarnation == "c" else "generator"
+        role = "trainer" if incarnation == INCARNATIONS[2] else "generator"
         acked = rng.choice([0, 0, max(0, seq - 5), seq, number(rng)])
-        envelope = wire.Envelope(incarnation, seq, acked, role, rng.randint(0, 1), body)
-        payload = []
+        payload: list[bytes] = []
         if isinstance(body, messages.Insert):
             payload = [bytes(f) for f in wire.pack_group(make_group(rng, body.lease_id, service.buffer.live_version))]
+            if rng.random() < 0.5:
+                body, payload = self.leave(incarnation, body, payload), []
+        envelope = wire.Envelope(incarnation, seq, acked, role, rng.randint(0, 1), body)
         header, rest = unseal(wire.pack_message(envelope, payload))
         frames = [bytes(header), *map(bytes, rest.frames)]
         if rng.random() < 0.2:
@@ -176,10 +192,42 @@ class Machine:
             return "ended by name"
         finally:
             self.check()
+            self.read(incarnation, body, seq)
         service.outbox.clear()
         service.buffer.changes.clear()
         self.steps = max(self.steps, service.buffer.step)
         return "unreadable" if service.malformed > malformed else "answered or parked"
+
+    def close(self) -> None:
+        for writer in self.writers.values():
+            writer.close()
+
+    def leave(self, who: str, body: messages.Insert, packed: list[bytes]) -> messages.Insert:
+        """The group in a file instead; the place may be a lie."""
+        rng, writer = self.rng, self.writers[who]
+        place = writer.append(packed)
+        assert place is not None
+        writer.answered(place)  # nothing of it is sent again but what a reply was kept of
+        while rng.random() < 0.2:
+            lies = {"segment": number(rng), "offset": number(rng), "length": number(rng), "header": number(rng)}
+            lies |= {"owner": rng.choice([*INCARNATIONS, "", "../x"]), "digests": [b"", bytes(16)]}
+            name = rng.choice(list(lies))
+            place = msgspec.structs.replace(place, **{name: lies[name]})
+        return messages.Insert(lease_id=body.lease_id, place=place, full=writer.ask())
+
+    def read(self, who: str, body: messages.Request, seq: int) -> None:
+        """What a batch refers to has to be there as it was written; what is unused is written over."""
+        unused: list[int] = []
+        for _, frames in self.service.outbox:
+            header, payload = unseal(frames)
+            envelope = wire.unpack_reply(header)
+            if isinstance(envelope.body, messages.Taken) and envelope.body.places:
+                groups = gather(self.folder, envelope.body.places, payload.frames)
+                assert len(groups) == 2 * envelope.body.num_groups
+            if isinstance(envelope.body, messages.Done) and envelope.seq == seq == self.seq:
+                unused = envelope.body.unused
+        if isinstance(body, messages.Insert) and body.place is not None:
+            self.writers[who].told(body.full, unused)
 
     def check(self) -> None:
         accounts, buffer = self.service.buffer.accounts(), self.service.buffer
@@ -203,7 +251,8 @@ def main() -> None:
         for reply in (messages.Done(), messages.Taken(num_groups=2, version=1, metrics={"a": 1.0}), messages.Resend())
     ]
     group = [bytes(f) for f in wire.pack_group(make_group(rng, 3))]
-    machine, start, before = Machine(rng), time.perf_counter(), 0
+    files = Files()
+    machine, start, before = Machine(rng, files), time.perf_counter(), 0
     steps = 0
     for i in range(inputs):
         try:
@@ -214,9 +263,11 @@ def main() -> None:
         outcomes[outcome] += 1
         steps = max(steps, machine.steps)
         if outcome == "ended by name" or i % 20_000 == 0:
-            machine = Machine(rng)
+            machine.close()
+            machine = Machine(rng, files)
         if i == min(20_000, inputs // 2):
             before = process.memory_info().rss
+    files.close()
     grown = process.memory_info().rss - before
     if grown > ALLOWED_GROWTH_BYTES:
         raise SystemExit(f"memory grew by {grown / 1e6:.0f} MB")

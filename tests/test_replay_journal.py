@@ -327,9 +327,9 @@ def _insert_for_ever(address: str, acked: object) -> None:
         await client.hello()
         while True:
             for lease in await client.lease(4):
-                if await client.insert(
-                    make_group(lease.id, versions=[lease.version], length=5000, prompt_id=lease.prompt.id)
-                ):
+                length = (3000, 7000)[lease.prompt.id % 2]  # through the socket, in a file
+                group = make_group(lease.id, versions=[lease.version], length=length, prompt_id=lease.prompt.id)
+                if await client.insert(group):
                     acked.put(lease.prompt.id)  # type: ignore[attr-defined]
 
     asyncio.run(main())
@@ -367,4 +367,5 @@ def test_acknowledged_inserts_survive_kill_of_the_server_at_any_instant(tmp_path
     buffer = found.service.buffer
     assert seen <= {s.prompt.id for s in buffer.buffered.values()}
     assert buffer.accounts()["ledger/balance"] == 0
+    assert list((tmp_path / "replay" / "left").glob("*.0"))
     found.close()

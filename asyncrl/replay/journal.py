@@ -48,7 +48,6 @@ create table if not exists redo (id integer primary key check (id = 0), epoch in
 """
 _ALL = ("meta", "seats", "prompts", "used", "steps", "curriculum")
 
-
 Announced = dict[str, tuple[str, str]]
 """key -> (value, incarnation of who announced it)."""
 
@@ -96,11 +95,10 @@ class Journal:
         self._pending += map(_TURNS.decode, self._redo.read(self._epoch + 1))
         self.flush()
         self._redo.empty()
-        used, self.left_in_files = self._used_segments()
-        """Segments of the journal, and those of generators, that the database refers to."""
-        self._segments = Segments(folder / "groups", used)
-        self.files_folder = folder / "left"
+        self.left = folder / "left"
         """Where generators leave groups."""
+        self._used_there = set[Key]()
+        self._segments = Segments(folder / "groups", self._used_segments())
         self._places: dict[int, bytes] = {}
         """Places of buffered groups, by position."""
         self._written = b""
@@ -115,12 +113,10 @@ class Journal:
         if not changes.seats and counters == self._written:
             return
         with _naming_a_full_disk():
-            came = (p.nbytes for p in changes.arrived.values() if p.place is None)
-            if self._forgettable and not self._segments.hold(came):
+            if self._forgettable and not self._segments.hold(p.nbytes for p in changes.arrived.values() if not p.place):
                 self.flush()
+            self._used_there |= {(p.place.owner, p.place.segment) for p in changes.arrived.values() if p.place}
             for position, parcel in changes.arrived.items():
-                if parcel.place is not None:
-                    self.left_in_files.add((parcel.place.owner, parcel.place.segment))
                 self._places[position] = _ENCODER.encode(parcel.place or self._segments.append(parcel.frames))
             turn = self._turn(changes, buffer.uses_by_step, buffer.curriculum, counters)
             self._redo.append(self._epoch + 1, _ENCODER.encode(turn))
@@ -149,7 +145,7 @@ class Journal:
                 self._redo.empty()
             if self._forgettable:
                 self._forgettable = None
-                self._keep_used()
+                self._segments.keep(self._used_segments())
                 self._segments.trim(SPARE_SEGMENTS)
 
     def _turn(
@@ -188,8 +184,8 @@ class Journal:
     def _row(self, seat: Seat) -> tuple[Any, ...]:
         state = USED_UP if seat.used_up else BUFFERED if seat.parcel else LEASED if seat.owner else WAITING
         lease = (seat.attempt, seat.lease_id, seat.owner, seat.request, seat.version)
-        place = self._places.get(seat.position)
-        return (seat.position, state, *lease, seat.rewound, seat.num_tokens, seat.last_step, place)
+        then = (seat.rewound, seat.num_tokens, seat.last_step, self._places.get(seat.position))
+        return (seat.position, state, *lease, *then)
 
     def _delete(self, positions: Iterable[int]) -> None:
         gone = [(p,) for p in positions]
@@ -268,7 +264,7 @@ class Journal:
                 for table in _ALL:
                     self._db.execute(f"delete from {table}")
         self._places.clear()
-        self._keep_used()
+        self._segments.keep(self._used_segments())
         self._written, self._steps = b"", {}
         return self.restore()[0]
 
@@ -330,19 +326,23 @@ class Journal:
         if seat.used_up and seat.last_step <= buffer.step - TAKES_KEPT:
             return
         at = _PLACES.decode(place)
-        parcel = parcel_of(gather(self.files_folder, [at], ()) if at.owner else self._segments.read(at))
+        parcel = parcel_of(gather(self.left, [at], ()) if at.owner else self._segments.read(at))
         parcels[seat.position] = parcel
         if not seat.used_up:
             seat.parcel = parcel
 
-    def _used_segments(self) -> tuple[set[int], set[Key]]:
+    def _used_segments(self) -> set[int]:
+        """Those of the journal that are referred to; those of generators are noted."""
         rows = self._db.execute("select place from seats where place is not null")
         places = [_PLACES.decode(p) for (p,) in rows]
-        return {p.segment for p in places if not p.owner}, {(p.owner, p.segment) for p in places if p.owner}
+        self._used_there = {(p.owner, p.segment) for p in places if p.owner}
+        return {p.segment for p in places if not p.owner}
 
-    def _keep_used(self) -> None:
-        used, self.left_in_files = self._used_segments()
-        self._segments.keep(used)
+    def recorded(self) -> set[Key]:
+        """Generators' segments that are referred to, once what can be forgotten is. Raises JournalFull."""
+        if self._forgettable:
+            self.flush()
+        return self._used_there
 
     def _check_format(self, folder: Path) -> None:
         found = self._db.execute("select format from meta").fetchone()

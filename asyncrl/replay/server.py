@@ -191,7 +191,7 @@ def _open_store(config: Config, journal: Journal | None) -> Store:
         with suppress(OSError):
             if journal is None:
                 return Store(files=Files())
-            return Store(files=Files(journal.files_folder), recorded=lambda: journal.left_in_files)
+            return Store(files=Files(journal.left), recorded=journal.recorded)
     return Store()
 
 

@@ -1,4 +1,4 @@
-"""The replay server without its socket: requests in, replies out. Pure: the time is an argument.
+"""The replay server without its socket: requests in, replies out. Pure but for `store.py`: the time is an argument.
 
 Called by `server.py`, once per message (`handle`), then once per turn (`settle`, `tick`); its `outbox` is sent after
 the journal has committed. Owns the buffer. Never blocks: a request that cannot be answered yet is parked and tried

@@ -8,6 +8,7 @@ groups and unpacks them. Rows:
 
     replay     the real server, its clients, leases, admission and ledger; no journal
     journal    the same with the journal on disk; the consumer lets it forget as a trainer with checkpoints would
+    sockets    as replay, but no group in a file: as between hosts
     bare       a ROUTER that acknowledges each group and hands out batches: the same frames, no other work
     queue      multiprocessing.Queue of Group objects, so pickle (used here to compare with, nowhere else)
     redis      Redis streams, one entry per group, nothing on disk; needs redis-server and its Python client
@@ -93,7 +94,7 @@ def _start(kind: str, folder: str, end: Event, stack: contextlib.ExitStack) -> t
         port, pid = stack.enter_context(redis_server(folder, kind == "redis-aof"))
         return port, pid, redis_producer, redis_consumer
     serve = bare_server if kind == "bare" else replay_server
-    process = SPAWN.Process(target=serve, args=(folder, kind == "journal", end), daemon=True)
+    process = SPAWN.Process(target=serve, args=(folder, kind, end), daemon=True)
     process.start()
     stack.callback(lambda: (end.set(), process.join(20)))
     address = read_address(Path(folder), timeout_s=60)
@@ -162,7 +163,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="16,256,4096", help="KB per group")
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--repeats", type=int, default=1, help="of each cell, its rows in turn; medians are shown")
-    parser.add_argument("--only", default="replay,journal,bare,queue,redis,redis-aof")
+    parser.add_argument("--only", default="replay,journal,sockets,bare,queue,redis,redis-aof")
     args = parser.parse_args()
     if args.smoke:
         args.producers, args.sizes, args.seconds, args.only = "2", "64", 0.5, "replay,journal,bare"
@@ -183,7 +184,11 @@ def main() -> None:
                 row |= {name: median(r[name] for r in repeats) for name in repeats[0]}
                 rows.append(row)
                 print(_line(row), flush=True)
-    pairs = {"vs_bare": ("replay", "bare"), "journal_cost": ("journal", "replay")}
+    pairs = {
+        "vs_bare": ("replay", "bare"),
+        "sockets_vs_bare": ("sockets", "bare"),
+        "journal_cost": ("journal", "replay"),
+    }
     pairs |= {"vs_redis": ("journal", "redis"), "vs_redis_aof": ("journal", "redis-aof")}
     summary = {name: ratios(rows, *pair) for name, pair in pairs.items()}
     for name, found in [s for s in summary.items() if s[1]]:

@@ -83,12 +83,17 @@ def _new_group(kilobytes: int) -> Group:
 # The real server
 
 
-def replay_server(address_dir: str, journal: bool, stop: Event) -> None:
+def replay_server(address_dir: str, kind: str, stop: Event) -> None:
     config = Config(
         run_dir=address_dir,
         training=TrainingConfig(batch_size=BATCH, steps=10**9),
         replay=ReplayConfig(
-            target_lag=14, max_lag=30, capacity_groups=16 * BATCH, capacity_bytes=1 << 30, journal=journal
+            target_lag=14,
+            max_lag=30,
+            capacity_groups=16 * BATCH,
+            capacity_bytes=1 << 30,
+            journal=kind == "journal",
+            share_files=kind != "sockets",
         ),
         checkpoint=CheckpointConfig(every=10),
     )
@@ -164,7 +169,7 @@ def replay_consumer(address: str, journal: bool) -> Callable[[], int]:
 # A bare ZeroMQ pair
 
 
-def bare_server(address_dir: str, journal: bool, stop: Event) -> None:
+def bare_server(address_dir: str, kind: str, stop: Event) -> None:
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")

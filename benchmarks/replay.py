@@ -57,7 +57,7 @@ from asyncrl.replay.server import read_address
 MAX_PROCESSES = 8
 """More producers than this share processes, each with a socket of its own."""
 
-WARM_BYTES, WARM_S = 300e6, 4.0
+WARM_BYTES, WARM_S = 800e6, 4.0
 """Before the clock starts: so much has passed, or so long. Segment files are written over by then, as in a long run."""
 
 

@@ -339,9 +339,7 @@ class Journal:
         return {p.segment for p in places if not p.owner}
 
     def recorded(self) -> set[Key]:
-        """Generators' segments that are referred to, once what can be forgotten is. Raises JournalFull."""
-        if self._forgettable:
-            self.flush()
+        """Generators' segments that are referred to."""
         return self._used_there
 
     def _check_format(self, folder: Path) -> None:

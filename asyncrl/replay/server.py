@@ -35,7 +35,7 @@ TURN_MESSAGES = 512
 TURN_S = 0.1
 """Longest wait for a message; leases and silences are looked at as often."""
 SWEEP_S = 10.0
-"""Files that dead generators have left are looked for this often."""
+"""What can be forgotten, and files that dead generators have left, go at least this often."""
 MAX_STALL_S = 1.0
 """Time that a turn may add to the server's clock: while the server itself stood still, nobody else was late."""
 FORGET_STEPS = 8
@@ -104,7 +104,7 @@ class Server:
                 self.service.settle(now)
                 self._next_tick = now + TURN_S
             if now >= self._next_sweep:
-                self.service.store.sweep(self.service.buffer, self.service.peers)
+                self._sweep()
                 self._next_sweep = now + SWEEP_S
         finally:
             self._commit()
@@ -135,6 +135,11 @@ class Server:
                 self._forgotten = self.service.buffer.step
                 self._journal.forget(self._forgotten, self.service.buffer)
         self.service.buffer.changes.clear()
+
+    def _sweep(self) -> None:
+        if self._journal is not None:
+            self._journal.flush()  # what can be forgotten is, before the question who needs which file
+        self.service.store.sweep(self.service.buffer, self.service.peers)
 
     def _flush(self) -> None:
         """Send what was answered. A client that is gone or does not read asks again for what it missed."""

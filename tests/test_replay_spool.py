@@ -225,6 +225,7 @@ def test_groups_arrive_whole_the_ledger_closes_and_the_disk_stays_bounded(
 ) -> None:
     """200 groups in segments of two; the trainer keeps what it took."""
     monkeypatch.setattr(spool, "SEGMENT_BYTES", 300_000)
+    monkeypatch.setattr("asyncrl.replay.journal.PENDING_BYTES", 4096)  # else it forgets only after all of them
     steps, P = 50, 4
     run = make_run(
         str(tmp_path), training={"batch_size": P, "steps": steps}, target_lag=1, journal=journal, share_files=share

@@ -282,7 +282,7 @@ def test_a_folder_that_goes_away_means_the_socket(tmp_path: Path, temporary: Pat
                     trainer._folder = tmp_path  # where nothing lies
                 if step == 3:
                     shutil.rmtree(folder)
-                    made.service.store.files.release([(client._session.incarnation, 0)])  # a file that is open stays
+                    made.service.store.files.release(client._session.incarnation)  # a file that is open stays
                 assert await client.insert(numbered(lease.id, lease.version))
                 assert (client._files is not None) == (step < 3)
                 taken = await asyncio.to_thread(trainer.take, step=step, num_groups=1, version=step - 1, timeout_s=10)

@@ -19,7 +19,7 @@ import shutil
 import stat
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
@@ -33,7 +33,7 @@ from asyncrl.replay.segments import write_all
 SEGMENT_BYTES = 16 << 20
 LEAST_BYTES = 64 << 10
 """Smaller groups go through the socket, and so do those that are longer than a segment."""
-SPARE_SEGMENTS = 4
+SPARE_SEGMENTS = 2
 """Free segments that a generator keeps to be written over; it deletes the others."""
 MAX_ASKED = 256
 """Segments that a generator asks about at once."""
@@ -68,10 +68,9 @@ class Files:
         """Header and body of one group. Raises ValueError when they are not there as they were written."""
         return self._reader.read(place)
 
-    def release(self, segments: Iterable[Key]) -> None:
-        """Nothing refers to these: they may be deleted."""
-        for key in segments:
-            self._reader.forget(key)
+    def release(self, owner: str) -> None:
+        """Files of the owner are going to be deleted: none stays open."""
+        self._reader.forget(owner)
 
     def sweep(self, used: Set[Key], alive: Callable[[str], bool]) -> None:
         """Delete what owners that are dead have left and that is not `used`. Looks at the locks of those that are not
@@ -85,7 +84,7 @@ class Files:
             if alive(owner) or not _is_free(_path(self._folder, owner, _LOCK)):
                 continue
             gone = [n for n in numbers if (owner, n) not in used]
-            self.release((owner, n) for n in gone)
+            self.release(owner)
             for number in gone:
                 _delete(_path(self._folder, owner, number))
             if len(gone) == len(numbers):
@@ -100,21 +99,23 @@ class Files:
 
 
 class Reader:
-    """Reads groups, and keeps the files that it read last open: the name of a deleted one is never used again."""
+    """Reads groups, and keeps open the file that it read last of each owner. The name of a deleted one never returns."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._fds: dict[Key, int] = {}
+        self._open: dict[str, tuple[int, int]] = {}
+        """Segment and descriptor by owner."""
 
     def read(self, place: Place) -> list[Frame]:
         """Header and body of one group, in memory that may be written to. Raises ValueError when they are not there as
         they were written."""
         if not 0 <= place.header <= place.length <= SEGMENT_BYTES:
             raise ValueError(f"a group in a file may have {SEGMENT_BYTES} bytes, got {place.header} of {place.length}")
-        key = place.owner, place.segment
         frames: list[Frame] = [np.empty(n, np.uint8).data for n in (place.header, place.length - place.header)]
         try:
-            fd = self._fds[key] if key in self._fds else self._open(key)
+            segment, fd = self._open.get(place.owner, (-1, -1))
+            if segment != place.segment:
+                fd = self._open_next(place.owner, place.segment)
             whole = os.preadv(fd, frames, place.offset) == place.length
         except OSError as error:
             raise ValueError(f"segment {place.segment} of {place.owner} cannot be read: {error}") from error
@@ -122,27 +123,27 @@ class Reader:
             raise ValueError(f"segment {place.segment} of {place.owner} does not hold the group at {place.offset}")
         return frames
 
-    def forget(self, key: Key) -> None:
-        if (fd := self._fds.pop(key, None)) is not None:
-            os.close(fd)
+    def forget(self, owner: str) -> None:
+        if owner in self._open:
+            os.close(self._open.pop(owner)[1])
 
     def close(self) -> None:
-        for key in list(self._fds):
-            self.forget(key)
+        for owner in list(self._open):
+            self.forget(owner)
 
-    def _open(self, key: Key) -> int:
+    def _open_next(self, owner: str, segment: int) -> int:
         """The name is made of a checked owner and a number: no path that was received is opened."""
-        owner, segment = key
         if not _OWNER.fullmatch(owner):
             raise ValueError(f"a group's file must belong to an incarnation, got {owner!r}")
-        fd = os.open(_path(self._folder, *key), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(_path(self._folder, owner, segment), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
             os.close(fd)
             raise ValueError(f"segment {segment} of {owner} must be a regular file of this user")
-        if len(self._fds) >= FILES_OPEN:
-            self.forget(next(iter(self._fds)))
-        self._fds[key] = fd
+        self.forget(owner)
+        if len(self._open) >= FILES_OPEN:
+            self.forget(next(iter(self._open)))
+        self._open[owner] = segment, fd
         return fd
 
 

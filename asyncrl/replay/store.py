@@ -56,7 +56,7 @@ class Store:
         used = self._used(buffer, peers)
         free = [s for s in segments if (incarnation, s) not in used]
         if self.files is not None:
-            self.files.release((incarnation, s) for s in free)
+            self.files.release(incarnation)
         return free
 
     def sweep(self, buffer: Buffer, peers: Peers) -> None:

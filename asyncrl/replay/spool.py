@@ -99,7 +99,7 @@ class Files:
 
 
 class Reader:
-    """Reads groups, and keeps open the file that it read last of each owner. The name of a deleted one never returns."""
+    """Reads groups, and keeps open the file that it read last of each owner: a name is never used twice."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -201,9 +201,7 @@ class VLLMEngine:
         """Pause, receive into the model, stay paused. Returns a checksum per bucket, equal in all workers."""
         # Each bucket has its own bound in the worker; this one only catches a worker that hangs elsewhere.
         text, bound_s = _json(plan), self._timeout_s * (1 + len(buckets(plan)))
-        again = (
-            self._paused_at is not None
-        )  # what an attempt before this one left has been neither served nor discarded
+        again = self._paused_at is not None  # an attempt before this one was neither served nor discarded
         self._open.clear()
         await self._none_adding.wait()
         self._paused_at = time.monotonic()

@@ -117,7 +117,7 @@ def broadcast(store: Any, command: dict, rank: int, device: str, tensors: dict[s
     place = torch.device(device)
     spec = JoinSpec(host="127.0.0.1", port=command["port"], generation=command["generation"], first_rank=rank,
                     world_size=2, backend=command["backend"], timeout_s=BOUND_S)  # fmt: skip
-    watch = watch_store(store, spec.generation)
+    watch = watch_store(store, spec)
     wire = open_wire(store, spec, rank, place, watch)
     if command["what"] == "each":
         pieces = [t.view(-1).view(torch.uint8) for t in tensors.values()]

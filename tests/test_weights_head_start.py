@@ -41,7 +41,7 @@ class Pair:
             target=self.receiver.join, args=(theirs, 0, "cpu"), kwargs={"head_start": head_start}
         )
         joining.start()
-        self.watch = watch_store(self.store, 1)
+        self.watch = watch_store(self.store, self.spec)
         self.wire = open_wire(self.store, self.spec, 0, torch.device("cpu"), self.watch)
         joining.join(BOUND_S)
 

@@ -50,6 +50,10 @@ class Peer:
         self.say("show")
         return self.hear("held")
 
+    def discarded(self):
+        self.say("show")
+        return self.hear("discarded")
+
     def kill(self):
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGKILL)
@@ -319,13 +323,33 @@ def test_a_trainer_that_dies_leaves_no_generator_in_between(world):
     generator = world.generator(0, at="load", signal=STOP, after=0)
     world.publish(0)
     world.begin(1)
-    deadline = time.monotonic() + BOUND_S
-    while psutil.Process(generator.process.pid).status() != psutil.STATUS_STOPPED:
-        assert time.monotonic() < deadline
+    until_stopped(generator)
     world.trainers[0].kill()
     os.kill(generator.process.pid, signal.SIGCONT)
     generator.say("stop")
     assert generator.hear("discarded") == 1
+
+
+def test_a_trainer_that_freezes_is_not_waited_for_longer_than_a_stage(world):
+    rows = peers.MANY_ROWS
+    world.train(ranks=1, rows=rows, bucket_bytes=1 << 20, timeout_s=2.0)
+    generator = world.generator(0, at="load", signal=STOP, after=0)
+    world.publish(0)
+    world.begin(1)
+    until_stopped(generator)
+    os.kill(world.trainers[0].process.pid, signal.SIGSTOP)  # its store answers nobody from here on
+    os.kill(generator.process.pid, signal.SIGCONT)
+    deadline = time.monotonic() + BOUND_S / 2
+    while not generator.discarded():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert generator.held() == served(0, rows)
+
+
+def until_stopped(peer):
+    deadline = time.monotonic() + BOUND_S
+    while psutil.Process(peer.process.pid).status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < deadline
 
 
 @pytest.mark.gpu

@@ -123,7 +123,7 @@ async def abortive_sync(stage: Stage, generation: int, num_buckets: int) -> None
     store = serve_store("127.0.0.1", 30.0)
     spec = JoinSpec(host="127.0.0.1", port=store.port, generation=generation, first_rank=1, world_size=2,
                     backend="gloo", timeout_s=30.0)  # fmt: skip
-    watch = watch_store(store, generation)
+    watch = watch_store(store, spec)
     wire, _ = await asyncio.gather(
         asyncio.to_thread(open_wire, store, spec, 0, torch.device("cpu"), watch), stage.engine.join_weights(spec)
     )

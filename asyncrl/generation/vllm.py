@@ -201,7 +201,7 @@ class VLLMEngine:
         """Pause, receive into the model, stay paused. Returns a checksum per bucket, equal in all workers."""
         # Each bucket has its own bound in the worker; this one only catches a worker that hangs elsewhere.
         text, bound_s = _json(plan), self._timeout_s * (1 + len(buckets(plan)))
-        again = self._paused_at is not None  # an attempt before this one was neither served nor discarded
+        before = self._paused_at  # by an attempt that was neither committed nor discarded
         self._open.clear()
         await self._none_adding.wait()
         self._paused_at = time.monotonic()
@@ -212,12 +212,13 @@ class VLLMEngine:
         # Otherwise this goes out right behind the pause. Workers take it once they have queued the step they are in:
         # on the device the new weights follow it, and its tokens, which are of the old ones, come back before the
         # pause is answered, while buckets arrive.
-        await self._rpc("asyncrl_begin", text, again)
+        await self._rpc("asyncrl_begin", text, before is not None)
         try:
             await self._stand_still()
         finally:
             results = await self._rpc("asyncrl_end", bound_s=bound_s)
-        self._paused_at = max(self._paused_at, time.monotonic() - max(result["pause_s"] for result in results))
+        stood_still = time.monotonic() - max(result["pause_s"] for result in results)
+        self._paused_at = before or max(self._paused_at, stood_still)
         checksums = results[0]["checksums"]
         for rank, result in enumerate(results):
             if result["checksums"] != checksums:

@@ -42,9 +42,9 @@ class HeadStart:
         threading.Thread(target=self._run, daemon=True, name="weights-head-start").start()
 
     def end(self) -> None:
-        """The group is closed. Does not wait for the thread."""
+        """The group is closed. Waits neither for the thread nor for the store, which may be frozen."""
         self._over.set()
-        wake(self._store, self._spec, self._rank)
+        threading.Thread(target=wake, args=(self._store, self._spec, self._rank), daemon=True).start()
 
     def _run(self) -> None:
         try:
@@ -60,7 +60,7 @@ class HeadStart:
     def _wait_for_engine(self, store: dist.Store, number: int) -> None:
         """Waits for the engine to take over the broadcast that was begun, at most the bound of a stage. Raises
         WireBroken when it does not, or when the sender gave up."""
-        watch = watch_store(store, self._spec.generation)
+        watch = watch_store(store, self._spec)
         deadline = time.monotonic() + self._spec.timeout_s
         while not self._over.is_set() and not self._claimed(number):
             watch()

@@ -63,7 +63,7 @@ class Receiver:
         self.leave()
         store = connect_store(spec)
         self._device = exact(device)
-        self._watch = watch_store(store, spec.generation)
+        self._watch = watch_store(store, spec)
         with current(self._device):
             rank = spec.first_rank + rank_offset
             self._wire = open_wire(store, spec, rank, self._device, self._watch)

@@ -20,7 +20,7 @@ from asyncrl.weights.control import Control
 from asyncrl.weights.gather import Gatherer, Tensors, agree, compare_plans, describe
 from asyncrl.weights.messages import PlanSpec, SyncReport
 from asyncrl.weights.plan import Bucket, buckets, make_plan, total_bytes
-from asyncrl.weights.sync import Conductor, Sync
+from asyncrl.weights.sync import Conductor, Group, Sync
 from asyncrl.weights.wire import current, exact, resolve_backend, serve_store
 
 SENDING = 2
@@ -46,6 +46,7 @@ class WeightSender:
         self._plan: PlanSpec | None = None
         self._cut: list[Bucket] = []
         self._buffers: list[Tensor] = []
+        self._buffers_of: Group | None = None
         self._conductor = self._conduct(curve) if rank == 0 else None
         self._live: int | None = None  # the version published last
 
@@ -85,7 +86,7 @@ class WeightSender:
         """Leave the group and free the control socket. Safe to call twice."""
         if self._conductor is not None:
             self._conductor.close()
-        self._conductor = None
+        self._conductor = self._buffers_of = None
         self._buffers = []
 
     def _broadcast(self, plan: PlanSpec, sync: Sync | None) -> float:
@@ -122,7 +123,10 @@ class WeightSender:
         return plan
 
     def _allocate(self) -> list[Tensor]:
-        if not self._buffers:
+        """Buffers of the present group's own: a broken one may still be sending from its."""
+        assert self._conductor is not None
+        if self._buffers_of is not self._conductor.group:
+            self._buffers, self._buffers_of = [], self._conductor.group
             size = max(bucket.nbytes for bucket in self._cut)
             count = min(SENDING, len(self._cut))
             nccl = resolve_backend(self._config.backend, self._device) == "nccl"

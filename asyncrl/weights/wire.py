@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from asyncrl.weights.messages import JoinSpec
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Watch = Callable[[], None]
 """Called between polls; raises WireBroken when there is a reason to stop waiting."""
 
@@ -39,6 +40,8 @@ LISTEN_S = 3600.0
 RUN_AHEAD = 8
 """Buckets that may be queued on a GPU beyond the last one known to have arrived."""
 ABORT_S = 10.0
+GRACE_S = 0.5
+"""For a step that keeps the bound itself, and can say who was missing."""
 
 NO_TEAR_DOWN = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -99,10 +102,12 @@ def serve_store(host: str, timeout_s: float) -> dist.TCPStore:
 
 def connect_store(spec: JoinSpec) -> dist.TCPStore:
     """A client of the sender's store. Raises WireBroken when it cannot be reached within spec.timeout_s."""
-    try:
+
+    def connect() -> dist.TCPStore:
         return dist.TCPStore(spec.host, spec.port, is_master=False, timeout=timedelta(seconds=spec.timeout_s))
-    except RuntimeError as error:
-        raise WireBroken(f"no answer from the store at {spec.host}:{spec.port}: {error}") from error
+
+    what = f"the connection to the store at {spec.host}:{spec.port}"
+    return _bounded(connect, what, lambda: None, time.monotonic() + spec.timeout_s)
 
 
 def give_up(store: dist.Store, generation: int, reason: str) -> None:
@@ -147,20 +152,33 @@ def _began(rank: int) -> str:
     return f"began/{rank}"
 
 
-def watch_store(store: dist.Store, generation: int) -> Watch:
-    """A watch that breaks the wire once the sender gave up on this group, or its store is gone."""
-    prefixed, asked = _prefixed(store, generation), 0.0
+def watch_store(store: dist.Store, spec: JoinSpec) -> Watch:
+    """A watch that breaks the wire once the sender gave up on this group, or its store is gone or silent.
 
-    def watch() -> None:
-        nonlocal asked
-        if time.monotonic() < asked + STORE_POLL_S:
-            return
-        asked = time.monotonic()
+    The store is asked in a thread: torch waits for ever for one that is there and does not answer (a host that froze).
+    """
+    prefixed, began, why = _prefixed(store, spec.generation), 0.0, ""
+    asking: threading.Thread | None = None
+
+    def ask() -> None:
+        nonlocal why
         try:
             if prefixed.check(["given_up"]):
-                raise WireBroken(prefixed.get("given_up").decode())
+                why = prefixed.get("given_up").decode()
         except RuntimeError as error:
-            raise WireBroken(str(error)) from error
+            why = str(error) or repr(error)
+
+    def watch() -> None:
+        nonlocal asking, began
+        if why:
+            raise WireBroken(why)
+        age = time.monotonic() - began
+        if asking is not None and asking.is_alive():
+            if age > spec.timeout_s:
+                raise WireBroken(f"the sender's store did not answer within {spec.timeout_s:g} s")
+        elif age > STORE_POLL_S:
+            asking, began = threading.Thread(target=ask, daemon=True, name="weight-store"), time.monotonic()
+            asking.start()
 
     return watch
 
@@ -242,8 +260,8 @@ def open_wire(store: dist.Store, spec: JoinSpec, rank: int, device: torch.device
     """
     deadline = time.monotonic() + spec.timeout_s
     prefixed = _prefixed(store, spec.generation)
-    _meet(prefixed, spec, rank, watch, deadline)
-    group = _bounded(lambda: _build(prefixed, spec, rank, device), watch, deadline)
+    _bounded(lambda: _meet(prefixed, spec, rank, watch, deadline), "the meeting of the group", watch, deadline)
+    group = _bounded(lambda: _build(prefixed, spec, rank, device), "group set-up", watch, deadline)
     wire = Wire(group, spec, device)
     try:
         wire.start(torch.zeros(16, dtype=torch.uint8, device=buffer_device(spec, device)))
@@ -320,25 +338,27 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _bounded(build: Callable[[], Any], watch: Watch, deadline: float) -> Any:
-    """Run a set-up that cannot be interrupted in a thread of its own, and walk away from it when `watch` says so."""
-    done: list[Any] = []
+def _bounded(step: Callable[[], T], what: str, watch: Watch, deadline: float) -> T:
+    """Run a step that cannot be interrupted in a thread of its own, and walk away from it when `watch` says so."""
+    done: list[T | WireBroken] = []
 
     def run() -> None:
         try:
-            done.append(build())
+            done.append(step())
+        except WireBroken as error:
+            done.append(error)
         except RuntimeError as error:
-            done.append(WireBroken(f"group set-up failed: {error}"))
+            done.append(WireBroken(f"{what} failed: {error}"))
 
     thread = threading.Thread(target=run, daemon=True, name="weight-group")
     thread.start()
     while thread.is_alive():
         watch()
-        if time.monotonic() > deadline:
-            raise WireBroken("group set-up did not finish in time")
+        if time.monotonic() > deadline + GRACE_S:
+            raise WireBroken(f"{what} did not finish in time")
         thread.join(0.002)
     if not done:
-        raise WireBroken("group set-up died")
+        raise WireBroken(f"{what} died")
     if isinstance(done[0], WireBroken):
         raise done[0]
     return done[0]

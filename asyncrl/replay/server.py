@@ -177,6 +177,13 @@ def open_server(run: Any, *, bind: str) -> Server:
         Journal(Path(config.run_dir or ".") / "replay", partial(make_buffer, run)) if config.replay.journal else None
     )
     buffer, announced = journal.restore() if journal else (make_buffer(run, 0), {})
+
+    def rewind(step: int) -> Buffer:
+        if journal is None:
+            return make_buffer_at(run, step)
+        journal.commit(service.buffer, service.announced)  # what this turn has accepted is going to be acknowledged
+        return journal.rewind(step=step)
+
     service = Service(
         store=_open_store(config, journal),
         buffer=buffer,
@@ -184,7 +191,7 @@ def open_server(run: Any, *, bind: str) -> Server:
         announced=announced,
         run=config.name,
         supervise=config.supervise,
-        rewind=(lambda step: journal.rewind(step=step)) if journal else partial(make_buffer_at, run),
+        rewind=rewind,
         forget=journal.forget if journal else lambda step, buffer: None,
     )
     return Server(service, bind=bind, journal=journal, keep_steps=config.checkpoint.every > 0, curve=curve)
@@ -192,11 +199,12 @@ def open_server(run: Any, *, bind: str) -> Server:
 
 def _open_store(config: Config, journal: Journal | None) -> Store:
     """Groups may lie in files where the configuration and the disk allow it."""
-    if config.replay.share_files:
-        with suppress(OSError):
-            if journal is None:
-                return Store(files=Files())
-            return Store(files=Files(journal.left), recorded=journal.recorded)
+    share = config.replay.share_files
+    with suppress(OSError):
+        if journal is not None and (share or journal.left.exists()):
+            return Store(files=Files(journal.left), recorded=journal.recorded, share=share)
+        if journal is None and share:
+            return Store(files=Files())
     return Store()
 
 

@@ -271,8 +271,10 @@ class Service:
         return {key: value for key, (value, who) in self.announced.items() if who in self.peers.known}
 
     def _rewind(self, step: int, version: int) -> None:
-        """Another trainer starts: leases and announcements of the former run are void."""
-        self.buffer = self.rewind(step)
+        """Another trainer starts: leases and announcements of the former run are void, and no lease gets the number of
+        one of them: its generator may live on and end it."""
+        next_lease, self.buffer = self.buffer.next_lease, self.rewind(step)
+        self.buffer.next_lease = max(self.buffer.next_lease, next_lease)
         self.buffer.least_version = version
         self.announced.clear()
 

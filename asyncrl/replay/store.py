@@ -23,17 +23,19 @@ class Store:
     files: Files | None = None
     recorded: Callable[[], Set[Key]] = frozenset
     """Segments that the journal refers to."""
+    share: bool = True
+    """False: nobody leaves groups there any more; what was left is swept."""
 
     @property
     def offer(self) -> messages.Offer | None:
-        return self.files.offer if self.files is not None else None
+        return self.files.offer if self.files is not None and self.share else None
 
     def parcel(self, incarnation: str, body: messages.Insert, payload: Payload) -> Parcel:
         """The group of an insert, checked. Raises ValueError."""
         place = body.place
         if place is None:
             parcel = parcel_of(payload.frames, payload.digests)
-        elif self.files is None or place.owner != incarnation:
+        elif self.files is None or not self.share or place.owner != incarnation:
             raise ValueError("a group may lie in a file of its sender, in the folder that this server has offered")
         else:
             parcel = parcel_of(self.files.read(place), place.digests, place)

@@ -143,7 +143,7 @@ class Machine:
     """A service, and clients without manners."""
 
     def __init__(self, rng: random.Random, files: Files) -> None:
-        self.folder = Path(files.offer.folder)
+        self.files, self.folder = files, Path(files.offer.folder)
         self.writers = {who: Writer(self.folder, who) for who in INCARNATIONS}
         self.rng, self.now, self.seq, self.steps = rng, 0.0, 0, 0
         limits = make_limits(ReplayConfig(target_lag=1, max_filtered=10**6), TrainingConfig(batch_size=2, steps=10**6))
@@ -201,6 +201,7 @@ class Machine:
     def close(self) -> None:
         for writer in self.writers.values():
             writer.close()
+        self.files.sweep(set(), lambda who: False)
 
     def leave(self, who: str, body: messages.Insert, packed: list[bytes]) -> messages.Insert:
         """The group in a file instead; the place may be a lie."""

@@ -142,12 +142,12 @@ class AsyncReplayClient:
         full, unused = files.ask(), list[int]()
         try:
             done = await self._call(messages.Insert(lease_id=group.lease_id, place=place, full=full), messages.Done)
+            files.answered(place)
             unused = done.unused
             return done
         except ValueError:
             self._leave_no_more()
         finally:
-            files.answered(place)
             files.told(full, unused)
         return await self._insert(group, wire.pack_group(group))
 

@@ -41,6 +41,7 @@ FILES_OPEN = 64
 _PREFIX = "asyncrl-groups-"
 _TOKEN, _LOCK = "token", "lock"
 _OWNER = re.compile("[0-9a-f]{16}")
+_NAME = re.compile(rf"({_OWNER.pattern})\.(?:{_LOCK}|([0-9]{{1,16}}))")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 Key = tuple[str, int]
@@ -74,12 +75,12 @@ class Files:
 
     def sweep(self, used: Set[Key], alive: Callable[[str], bool]) -> None:
         """Delete what owners that are dead have left and that is not `used`. Looks at the locks of those that are not
-        known to be `alive`."""
+        known to be `alive`. Other files, and what cannot be looked at or deleted, stay."""
         found: dict[str, list[int]] = {}
-        for path in self._folder.glob("[0-9a-f]*.*"):
-            numbers = found.setdefault(path.stem, [])
-            if path.suffix != f".{_LOCK}":
-                numbers.append(int(path.suffix[1:]))
+        for name in filter(None, map(_NAME.fullmatch, _listed(self._folder))):
+            numbers = found.setdefault(name[1], [])
+            if name[2]:
+                numbers.append(int(name[2]))
         for owner, numbers in found.items():
             if alive(owner) or not _is_free(_path(self._folder, owner, _LOCK)):
                 continue
@@ -137,7 +138,7 @@ class Reader:
             raise ValueError(f"a group's file must belong to an incarnation, got {owner!r}")
         fd = os.open(_path(self._folder, owner, segment), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        if not stat.S_ISREG(found.st_mode) or os.geteuid() not in (found.st_uid, 0):  # root resumes a copied run
             os.close(fd)
             raise ValueError(f"segment {segment} of {owner} must be a regular file of this user")
         self.forget(owner)
@@ -176,7 +177,7 @@ class Writer:
         return place
 
     def answered(self, place: Place) -> None:
-        """The group is the server's, or nobody's: no request that names its place is open any more."""
+        """The group is the server's, or nobody's. Not for a request that was given up: it may still be on its way."""
         self._unanswered[place.segment] -= 1
 
     def ask(self) -> list[int]:
@@ -208,7 +209,8 @@ class Writer:
 
     def _open_next(self) -> None:
         number = self._spare[0] if self._spare else self._next
-        fd = _create(_path(self._folder, self._owner, number))
+        # A new one is never somebody else's that is there already, nor this owner's from before.
+        fd = _create(_path(self._folder, self._owner, number), 0 if self._spare else os.O_EXCL)
         if self._fd >= 0:
             os.close(self._fd)
             self._full.append(self._current)
@@ -264,13 +266,20 @@ def _boot() -> str:
     return ""
 
 
-def _create(path: str | Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+def _create(path: str | Path, flags: int = 0) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
 
 
 def _delete(path: str) -> None:
-    with suppress(FileNotFoundError):
+    """What cannot be deleted stays."""
+    with suppress(OSError):
         os.unlink(path)
+
+
+def _listed(folder: Path) -> list[str]:
+    with suppress(OSError):
+        return os.listdir(folder)
+    return []
 
 
 def _lock(path: str | Path) -> int:
@@ -281,15 +290,15 @@ def _lock(path: str | Path) -> int:
 
 
 def _is_free(path: str | Path) -> bool:
-    """Whether nobody holds the lock."""
+    """Whether nobody holds the lock. No, where that cannot be seen."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return True
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
-    except BlockingIOError:
+    except OSError:
         return False
     finally:
         os.close(fd)

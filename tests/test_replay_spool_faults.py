@@ -94,6 +94,8 @@ def test_an_insert_that_was_given_up_holds_its_segment(tmp_path: Path, monkeypat
             for lease in leases[1:]:
                 assert await client.insert(of_size(lease.id, 1 << 17))
             assert client._files is not None
+            assert client._files._unanswered == {0: 1, 1: 0}
+            client._files._ask = True
             assert client._files.ask() == []
 
         run_async(work, made.address)

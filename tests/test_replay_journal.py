@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import sqlite3
 from collections import Counter
 from pathlib import Path
 
@@ -74,6 +75,25 @@ def act(buffer: Buffer, rng: random.Random) -> None:
         buffer.take(step=buffer.step + 1, num_groups=buffer.limits.batch_size, version=buffer.step)
     elif what == "publish" and buffer.step > buffer.live_version:
         buffer.publish(version=buffer.step, step=buffer.step)
+
+
+@pytest.mark.parametrize(("found", "opens"), [(1, True), (2, True), (3, False)])
+def test_an_older_journal_is_gone_on_with_and_a_newer_one_is_refused(tmp_path: Path, found: int, opens: bool) -> None:
+    journal = open_journal(tmp_path)
+    buffer, announced = journal.restore()
+    buffer.publish(version=0, step=0)
+    buffer.lease(1, owner="a", request=0, now=0.0)
+    journal.commit(buffer, announced)
+    journal.close()
+    with sqlite3.connect(tmp_path / "journal.sqlite") as db:
+        db.execute("update meta set format = ?", (found,))
+    if opens:
+        again = open_journal(tmp_path)
+        assert view(again.restore()[0]) == view(buffer)
+        again.close()
+    else:
+        with pytest.raises(ValueError, match="journal format 3, this asyncrl writes 2"):
+            open_journal(tmp_path)
 
 
 @settings(max_examples=25, deadline=None)

@@ -28,7 +28,7 @@ from asyncrl.replay.segments import Segments
 from asyncrl.replay.spool import Key, gather
 from asyncrl.types import NOT_SAMPLED, Prompt
 
-FORMAT = 1
+FORMAT = 2
 WAITING, LEASED, BUFFERED, USED_UP = range(4)
 PENDING_BYTES = 64 << 10
 """Records that may wait for their transaction; as many are read again after a crash."""
@@ -344,7 +344,7 @@ class Journal:
 
     def _check_format(self, folder: Path) -> None:
         found = self._db.execute("select format from meta").fetchone()
-        if found is not None and found[0] != FORMAT:
+        if found is not None and found[0] > FORMAT:  # 1 had no groups in generators' files
             raise ValueError(
                 f"{folder} has journal format {found[0]}, this asyncrl writes {FORMAT}: resume with the same"
             )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from asyncrl.config import WeightsConfig
 from asyncrl.weights.follower import follow
+from asyncrl.weights.gather import in_sending_order
 from asyncrl.weights.messages import JoinSpec, PlanSpec
 from asyncrl.weights.receiver import Receiver
 from asyncrl.weights.sender import WeightSender
@@ -47,10 +48,10 @@ def meta_model(model: str) -> Any:
 
 
 def random_tensors(model: str, device: str) -> dict[str, Tensor]:
-    """Random bf16 tensors with the names and shapes of `model`."""
+    """Random bf16 tensors with the names and shapes of `model`, in the order in which a trainer sends them."""
     return {
         name: torch.empty(p.shape, dtype=torch.bfloat16, device=device).normal_(std=0.02)
-        for name, p in meta_model(model).named_parameters()
+        for name, p in in_sending_order(meta_model(model).named_parameters())
     }
 
 

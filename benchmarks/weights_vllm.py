@@ -21,6 +21,7 @@ from weights_ends import MODELS, meta_model
 from asyncrl.generation.vllm import VLLMEngine
 from asyncrl.settings import load, resolve
 from asyncrl.types import SamplingParams
+from asyncrl.weights.gather import in_sending_order
 
 REQUESTS = 128
 PROMPT, RESPONSE = 64, 512
@@ -42,7 +43,7 @@ class Live:
             config.generation.vllm = {"gpu_memory_utilization": 0.6, "weight_transfer_config": {"backend": "nccl"}}
         self.engine = VLLMEngine(resolve(config), 0)
         self._vocabulary = MODELS[model]["vocab_size"]
-        self._names = [(name, list(p.shape)) for name, p in meta_model(model).named_parameters()]
+        self._names = [(name, list(p.shape)) for name, p in in_sending_order(meta_model(model).named_parameters())]
         self._requests: list[asyncio.Task] = []
         self._connected = False
 

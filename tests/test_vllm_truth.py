@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,8 +34,11 @@ from vllm_support import (  # noqa: E402  (needs vLLM)
 from weights_peers import Holder  # noqa: E402
 
 from asyncrl.generation.engine import EngineDead  # noqa: E402
+from asyncrl.generation.vllm import MARGIN_S, VLLMEngine  # noqa: E402
 from asyncrl.generation.vllm_args import RECEIVER  # noqa: E402
 from asyncrl.generation.vllm_logits import has_switch  # noqa: E402
+from asyncrl.models import TINY  # noqa: E402
+from asyncrl.settings import load, resolve  # noqa: E402
 from asyncrl.types import Completion  # noqa: E402
 
 GREEDY = 0.0
@@ -385,6 +389,29 @@ def test_engine_killed_amid_a_broadcast_is_dropped_and_its_replacement_serves_on
     for completion in stage.run(replacement()):
         assert completion.token_ids.tolist() == [FIRST_LETTER + 7] * 6
         assert set(completion.versions.tolist()) == {stage.version}
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_an_engine_that_does_not_go_on_after_a_sync_is_noticed_though_nobody_waits(tmp_path: Path, hangs: bool) -> None:
+    config = load(None, {"run_dir": str(tmp_path), "generation.engine": "vllm", "model.path": TINY})
+    engine = VLLMEngine(resolve(config), 0)
+    engine._timeout_s = -MARGIN_S + 0.1
+
+    async def resume() -> None:
+        await asyncio.sleep(60 if hangs else 0)
+        raise RuntimeError("a pause is in flight")
+
+    async def scenario() -> None:
+        engine._llm = SimpleNamespace(errored=False, resume_generation=resume, shutdown=lambda: None)
+        engine._reports_versions = False
+        await engine.commit_weights(3)
+        assert engine.version == 3
+        await asyncio.to_thread(wait_until, lambda: engine._death != "")
+        with pytest.raises(EngineDead, match="did not resume" if hangs else "a pause is in flight"):
+            engine.activity()
+        await engine.close()
+
+    asyncio.run(scenario())
 
 
 def test_half_a_version_is_never_served_though_the_attempt_after_it_brought_nothing(stage: Stage) -> None:

@@ -2,9 +2,11 @@
 
 import msgspec
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from asyncrl.weights.gather import in_sending_order
 from asyncrl.weights.messages import (
     SCHEMA,
     Commit,
@@ -81,6 +83,27 @@ def test_small_tensors_share_a_bucket_and_a_large_one_spans_several():
         [(2, 96, 0, 54)],
     ]
     assert [bucket.nbytes for bucket in cut] == [64, 64, 64]
+
+
+def test_the_ends_of_a_long_plan_are_small_and_a_short_one_has_none():
+    """What the first bucket holds delays the wire, and what the last holds delays the commit."""
+    specs = [TensorSpec(f"layer.{i}", "uint8", (32,)) for i in range(60)]
+    sizes = [bucket.nbytes for bucket in buckets(make_plan(specs, 512, 2))]
+    assert sizes == [64, 512, 512, 512, 64, 192, 64]
+    assert [bucket.nbytes for bucket in buckets(make_plan(specs[:40], 512, 2))] == [512, 512, 256]
+
+
+@given(st.lists(st.integers(0, 2000), min_size=1, max_size=30))
+def test_large_tensors_are_sent_neither_first_nor_last(sizes):
+    named = [(str(i), torch.empty(size, dtype=torch.uint8)) for i, size in enumerate(sizes)]
+    ordered = in_sending_order(named)
+    assert sorted(ordered, key=lambda item: int(item[0])) == named
+    large = [size * 32 > sum(sizes) for size in sizes]
+    small = [int(name) for name, _ in ordered if not large[int(name)]]
+    assert small == sorted(small)
+    if any(large) and len(small) > 1:
+        assert not large[int(ordered[0][0])]
+        assert not large[int(ordered[-1][0])]
 
 
 @pytest.mark.parametrize(

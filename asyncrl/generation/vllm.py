@@ -80,6 +80,7 @@ class VLLMEngine:
         self._timeout_s = run.config.weights.timeout_s
         self._paused_at: float | None = None
         self._pausing: asyncio.Task[None] | None = None
+        self._resuming: asyncio.Task[None] | None = None
         self._death = ""
         """Why this engine can serve nothing more."""
         self._busy_since = 0.0
@@ -260,13 +261,22 @@ class VLLMEngine:
         return asyncio.create_task(self._within(pause, "pause", bound_s=bound_s))
 
     async def _resume(self) -> None:
-        await self._within(self._llm.resume_generation(), "resume")
+        """Send vLLM on, behind all that was ordered before. Its answer is not waited for: it takes 4 ms, because its
+        process works on the next step by then. Without one this engine is dead."""
+        answer = asyncio.ensure_future(self._llm.resume_generation())
+        self._resuming = asyncio.create_task(self._within(answer, "resume"))
+        self._resuming.add_done_callback(self._resumed)
+        await asyncio.sleep(0)  # the order leaves
         if self._paused_at is not None:
             self.sync_times["pause_s"] = time.monotonic() - self._paused_at
             self._activity["pause_s"] += self.sync_times["pause_s"]
         self._paused_at = None
         if self.version >= 0:
             self._open.set()
+
+    def _resumed(self, answer: asyncio.Task[None]) -> None:
+        if not answer.cancelled() and (error := answer.exception()) is not None:
+            self._dead(f"vLLM did not go on after a weight sync: {error!r}")
 
     def _mark(self, version: int) -> None:
         """Note for every running request how many tokens it has once all that vLLM has sent by now is processed: what
@@ -316,6 +326,8 @@ class VLLMEngine:
 
     async def close(self) -> None:
         """End vLLM and its processes."""
+        if self._resuming is not None:
+            self._resuming.cancel()
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown)

@@ -151,6 +151,7 @@ class Loader:
         self._vllm_config = vllm_config
         self._started = self._direct = False
         self._loaded: set[str] = set()
+        self._parameters: set[str] = set()
         self.load_s = 0.0
 
     def load(self, tensors: Named) -> None:
@@ -173,7 +174,7 @@ class Loader:
 
             self._within(lambda: finalize_layerwise_reload(self._model, self._vllm_config.model_config))
             self._within(lambda: repack_tied(self._model))
-        missing = {name for name, _ in self._model.named_parameters()} - self._loaded
+        missing = (self._parameters or self._names()) - self._loaded
         if missing and self._loaded and self._vllm_config.model_config.quantization is None:
             raise RuntimeError(f"the trainer sent no weights for {len(missing)} parameters: {sorted(missing)[:5]}")
         if self._direct:
@@ -185,11 +186,15 @@ class Loader:
         self._direct = is_plain(self._model, self._vllm_config)
         if self._direct:
             self._copies.begin()
+            self._parameters = self._names()
         else:
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
             self._within(lambda: initialize_layerwise_reload(self._model))
         self._started = True
+
+    def _names(self) -> set[str]:
+        return {name for name, _ in self._model.named_parameters()}
 
     def _within(self, call: Callable[[], Any]) -> Any:
         import torch

@@ -22,6 +22,7 @@ from asyncrl.training import attention, lora
 from asyncrl.training.attention import Kind, PackedInput
 from asyncrl.training.logprobs import chosen_logprobs
 from asyncrl.training.ranks import Ranks
+from asyncrl.weights.gather import in_sending_order
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -185,13 +186,14 @@ def _fill(part: nn.Module, original: nn.Module | None, ranks: Ranks) -> None:
 
 
 def published(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Every weight by its Hugging Face name, in a fixed order, as DTensor shards in `dtype`; adapters are merged.
+    """Every weight by its Hugging Face name, in the order in which they are sent, as DTensor shards in `dtype`;
+    adapters are merged.
 
     Tied weights appear once, under the name of the input embedding. Collective over ranks when there are adapters.
     """
     reshard(policy)
     named = ((name.removeprefix("lm."), parameter.detach()) for name, parameter in policy.named_parameters())
-    for name, tensor in lora.merged(dict(named), policy.lm):
+    for name, tensor in lora.merged(dict(in_sending_order(named)), policy.lm):
         yield name, tensor.to(dtype)
 
 

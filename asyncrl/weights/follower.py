@@ -123,12 +123,13 @@ class _Follower:
 
     async def _next_in_sync(self) -> ToGenerator | None:
         """The next message. None, with what was received discarded, when the trainer is gone or falls silent."""
-        bound_s = self._config.timeout_s * 2
-        lost = asyncio.ensure_future(self.lost.poll(int(bound_s * 1000)))
-        either: set[asyncio.Future[Any]] = {self._receive_next(), lost}
-        await asyncio.wait(either, timeout=bound_s, return_when=asyncio.FIRST_COMPLETED)
-        gone = lost.done() and bool(lost.result())
-        lost.cancel()
+        bound_s, gone = self._config.timeout_s * 2, False
+        if not self._receive_next().done():  # else it came while the engine received
+            lost = asyncio.ensure_future(self.lost.poll(int(bound_s * 1000)))
+            either: set[asyncio.Future[Any]] = {self._receive_next(), lost}
+            await asyncio.wait(either, timeout=bound_s, return_when=asyncio.FIRST_COMPLETED)
+            gone = lost.done() and bool(lost.result())
+            lost.cancel()
         message = await self._next(LAST_WORDS_S)
         if message is None:
             what = "the connection to the trainer ended" if gone else f"the trainer was silent for {bound_s:g} s"
@@ -173,6 +174,7 @@ class _Follower:
             self._joined = prepared.spec
         self._pause_before_s, began = self._engine.activity()["pause_s"], time.perf_counter()
         self.pending = True
+        self._receive_next()  # the commit follows the last bucket, and may be here before the engine has loaded it
         if await self._attempt(message, "load", self._receive(prepared.spec, plan)):
             self._receive_s = time.perf_counter() - began
 

@@ -22,6 +22,21 @@ from asyncrl.weights.shards import collect
 Tensors = Callable[[], Iterable[tuple[str, Tensor]]]
 
 
+LARGE = 1 / 32
+"""Of all bytes: a tensor that must not be among the first or the last to be sent."""
+
+
+def in_sending_order(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Embeddings and the like in the middle, everything else in its order: nothing is on the wire while a sender fills
+    the first bucket, nor while receivers load the last, so these are cut small (see `plan.buckets`)."""
+    items = list(named)
+    limit = LARGE * sum(tensor.numel() * tensor.element_size() for _, tensor in items)
+    large = [item for item in items if item[1].numel() * item[1].element_size() > limit]
+    small = [item for item in items if item[1].numel() * item[1].element_size() <= limit]
+    half = len(small) // 2
+    return [*small[:half], *large, *small[half:]]
+
+
 def describe(tensors: Tensors) -> list[TensorSpec]:
     """The specs of what `tensors()` yields, in its order; tied tensors become aliases of the first of them."""
     specs: list[TensorSpec] = []

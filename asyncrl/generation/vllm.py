@@ -76,7 +76,7 @@ class VLLMEngine:
         self._none_adding = asyncio.Event()
         self._none_adding.set()
         self._slots = asyncio.Semaphore(run.config.generation.max_concurrency)
-        self._count = 0
+        self._count = self._commits = 0
         self._timeout_s = run.config.weights.timeout_s
         self._paused_at: float | None = None
         self._pausing: asyncio.Task[None] | None = None
@@ -126,8 +126,9 @@ class VLLMEngine:
         self._check_alive()
         self._count += 1
         request = _Request(f"{self._index}-{self._count}", [(self.version, 0)])
-        # The salt keeps the prefix cache of one version from serving another's requests.
-        prompt = {"prompt_token_ids": ids, "cache_salt": f"v{self.version}"}
+        # The salt keeps the prefix cache of some weights from serving requests of others; a trainer that was resumed
+        # brings others under the same version.
+        prompt = {"prompt_token_ids": ids, "cache_salt": f"v{self.version}-{self._commits}"}
         self._adding += 1
         self._none_adding.clear()
         try:
@@ -233,7 +234,7 @@ class VLLMEngine:
             await self._within(self._llm.update_weight_version(str(version)), "set its version")
         else:
             self._mark(version)
-        self.version = version
+        self.version, self._commits = version, self._commits + 1
         await self._resume()
 
     async def discard_weights(self) -> None:

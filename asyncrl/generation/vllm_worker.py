@@ -85,7 +85,11 @@ class Receiver:
             self._asyncrl_touched = True
             loader.load(tensors)
 
-        checksums = self._asyncrl_receiver.receive(self._asyncrl_plan, load)
+        try:
+            checksums = self._asyncrl_receiver.receive(self._asyncrl_plan, load)
+        except BaseException:
+            loader.abandon()
+            raise
         loader.finish()
         return {
             "checksums": list(checksums),
@@ -170,9 +174,7 @@ class Loader:
         """All buckets have come: repack what has to be, and check that no parameter kept its old value."""
         start = time.monotonic()
         if self._started and not self._direct:
-            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-            self._within(lambda: finalize_layerwise_reload(self._model, self._vllm_config.model_config))
+            self._end_reload()
             self._within(lambda: repack_tied(self._model))
         missing = (self._parameters or self._names()) - self._loaded
         if missing and self._loaded and self._vllm_config.model_config.quantization is None:
@@ -180,6 +182,17 @@ class Loader:
         if self._direct:
             self._copies.finish()
         self.load_s += time.monotonic() - start
+
+    def abandon(self) -> None:
+        """No more buckets come. vLLM's reload is ended all the same: it counts what each layer got, and would take one of
+        which this load brought a part for complete before the next has brought it all."""
+        if self._started and not self._direct:
+            self._end_reload()
+
+    def _end_reload(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        self._within(lambda: finalize_layerwise_reload(self._model, self._vllm_config.model_config))
 
     def _start(self) -> None:
         """With the first bucket, not before: the next ones are on the wire meanwhile."""

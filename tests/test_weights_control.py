@@ -72,6 +72,7 @@ def test_a_peer_that_came_back_under_its_name_is_not_taken_for_its_former_self(c
     second = dealer(peers, control.address, "1-a")
     second.send_multipart(encode(msgspec.structs.replace(HELLO, version=5, attempt=1)))
     members = Members()
+    members.begin_attempt()
     members.apply(*control.next(WAIT_S))
     first.close(0)
     second.send_multipart(encode(HELLO))
@@ -113,6 +114,7 @@ def test_members_keep_what_each_answered_and_forget_the_gone():
     members.apply("1-a", ready, 2.0)
     members.apply("2-b", ready, 2.0)  # never said hello
     assert members.replies == {"1-a": ready}
+    members.begin_attempt()
     members.apply("1-a", msgspec.structs.replace(HELLO, version=1, attempt=1), 3.0)
     assert members.by_key["1-a"].heard == 3.0
     assert members.behind(1) == []
@@ -138,5 +140,7 @@ def test_answers_to_an_earlier_attempt_are_passed_over():
 def test_a_version_that_a_former_trainer_published_is_not_taken_for_ours():
     members = Members(100)
     members.apply("1-a", msgspec.structs.replace(HELLO, version=7, attempt=99), 1.0)
+    members.begin_attempt()
     members.apply("2-b", msgspec.structs.replace(HELLO, version=7, attempt=101), 1.0)
-    assert [m.key for m in members.behind(7)] == ["1-a"]
+    members.apply("3-c", msgspec.structs.replace(HELLO, version=7, attempt=102), 1.0)  # its trainer's clock was ahead
+    assert [m.key for m in members.behind(7)] == ["1-a", "3-c"]

@@ -78,7 +78,8 @@ class Members:
         self.replies.pop(key, None)
 
     def _hello(self, key: str, hello: Hello) -> None:
-        version = hello.version if hello.attempt > self.first else -1  # a former trainer's may have had other weights
+        ours = self.first < hello.attempt <= self.attempt  # a former trainer's version may have been other weights
+        version = hello.version if ours else -1
         known = self.by_key.get(key)
         if known is not None and known.num_ranks == hello.num_ranks:
             known.version = version

@@ -158,3 +158,10 @@ def test_malformed_control_messages_are_value_errors(junk):
             decode_to_trainer(bad)
     with pytest.raises(ValueError, match="malformed"):
         decode_to_generator(frames)
+
+
+def test_whoever_cuts_otherwise_has_another_digest(monkeypatch):
+    specs = [TensorSpec(f"t{i}", "uint8", (64,)) for i in range(40)]
+    plan = make_plan(specs, 512, 2)
+    monkeypatch.setattr("asyncrl.weights.plan.FIRST", 1 / 2)
+    assert digest(plan) != plan.digest

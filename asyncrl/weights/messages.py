@@ -45,7 +45,8 @@ class PlanSpec(msgspec.Struct, frozen=True, kw_only=True):
     checksum: bool = True
     """Whether receivers return a checksum per bucket (otherwise an empty list)."""
     digest: str
-    """SHA-256 over the above; equal on every trainer rank and every receiver before the first byte moves."""
+    """SHA-256 over the above and the buckets cut from it; equal on every trainer rank and every receiver before the
+    first byte moves."""
 
 
 class JoinSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -70,8 +70,9 @@ def total_bytes(plan: PlanSpec) -> int:
 
 
 def digest(plan: PlanSpec) -> str:
-    """SHA-256 (hex) over everything in the plan but its own `digest`."""
-    body = (plan.tensors, plan.bucket_bytes, plan.num_buffers, plan.checksum)
+    """SHA-256 (hex) over everything in the plan but its own `digest`, and over the buckets that are cut from it here: a
+    peer whose asyncrl cuts otherwise is refused, where the group would hang or carry the wrong bytes."""
+    body = (plan.tensors, plan.bucket_bytes, plan.num_buffers, plan.checksum, _cut(plan))
     return hashlib.sha256(msgspec.msgpack.encode(body)).hexdigest()
 
 

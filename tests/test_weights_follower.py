@@ -8,6 +8,7 @@ import zmq.asyncio
 from weights_peers import Holder
 
 from asyncrl.config import WeightsConfig
+from asyncrl.types import EngineDead
 from asyncrl.weights import follower
 from asyncrl.weights.follower import follow
 from asyncrl.weights.messages import (
@@ -185,3 +186,45 @@ def test_a_trainer_that_is_gone_between_broadcast_and_commit_is_not_waited_for()
             successor.close()
 
     play(scenario, timeout_s=100.0)
+
+
+class InPlace(Instant):
+    """An engine that loads into the weights it serves, and never gets all."""
+
+    def __init__(self, error):
+        super().__init__({}, "cpu")
+        self._error, self.receiving = error, asyncio.Event()
+
+    async def receive_weights(self, plan):
+        self.receiving.set()
+        if self._error is not None:
+            raise self._error
+        await asyncio.Event().wait()
+
+    async def discard_weights(self):
+        self.discarded += 1
+        raise EngineDead("the old weights are overwritten")
+
+
+@pytest.mark.parametrize("error", [None, EngineDead("no answer")])
+def test_what_ends_a_follower_amid_a_sync_is_what_it_raises(error):
+    async def run():
+        trainer, engine = Trainer(), InPlace(error)
+        config = WeightsConfig(timeout_s=5.0)
+        following = asyncio.create_task(
+            follow(trainer.address, engine, index=0, incarnation="x", config=config, on_version=print)
+        )
+        await trainer.ask(prepare(0, PLAN))
+        await trainer.tell(Go(version=0, attempt=2, generation=1, digest=PLAN.digest))
+        await engine.receiving.wait()
+        if error is None:
+            following.cancel()
+        (ended,) = await asyncio.gather(following, return_exceptions=True)
+        trainer.close()
+        return ended, engine.discarded
+
+    ended, discarded = asyncio.run(asyncio.wait_for(run(), BOUND_S))
+    if error is None:
+        assert (type(ended), discarded) == (asyncio.CancelledError, 1)
+    else:
+        assert (ended, discarded) == (error, 0), "a dead engine has nothing to go back to"

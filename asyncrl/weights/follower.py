@@ -78,11 +78,14 @@ async def follow(
     try:
         while True:
             await follower.turn()
+    except EngineDead:
+        follower.pending = False  # nothing is left that could serve
+        raise
     finally:
         follower.socket.disable_monitor()
         context.destroy(0)
         if follower.pending:
-            await engine.discard_weights()
+            await follower.abandon()
 
 
 class _Follower:
@@ -155,7 +158,7 @@ class _Follower:
         if plan is None or plan.digest != message.digest:
             await self._fail(message, "prepare", "the trainer refers to a plan that it has not sent")
         elif message.plan is not None and digest(plan) != plan.digest:
-            await self._fail(message, "prepare", "the plan does not match its own digest")
+            await self._fail(message, "prepare", "the plan does not match its own digest: another asyncrl?")
         else:
             self._plan, self._prepared = plan, message
             await self._say(Ready(version=message.version, attempt=message.attempt, digest=plan.digest))
@@ -225,6 +228,14 @@ class _Follower:
             raise RuntimeError(
                 f"generator {self._index}: {self._failures} weight syncs failed in a row; last: {reason}"
             )
+
+    async def abandon(self) -> None:
+        """Discard at the end of the task. An engine that dies of it says so to its next caller: that is not why the
+        task ends, and at the end of a run there is none."""
+        try:
+            await self._engine.discard_weights()
+        except EngineDead as error:
+            log.warning("generator %d ends amid a weight sync: %s", self._index, error)
 
     async def _attempt(self, order: Order, stage: FailedStage, step: Awaitable[None]) -> bool:
         """Await an engine call; a failure that leaves the engine alive is told to the trainer."""

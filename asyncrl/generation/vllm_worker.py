@@ -184,8 +184,8 @@ class Loader:
         self.load_s += time.monotonic() - start
 
     def abandon(self) -> None:
-        """No more buckets come. vLLM's reload is ended all the same: it counts what each layer got, and would take one of
-        which this load brought a part for complete before the next has brought it all."""
+        """No more buckets come. vLLM's reload is ended all the same: it counts what each layer got, and would take one
+        of which this load brought a part for complete before the next has brought it all."""
         if self._started and not self._direct:
             self._end_reload()
 

@@ -8,8 +8,10 @@ the file: records of another epoch than the one that follows the database's are 
 
 from __future__ import annotations
 
+import fcntl
 import os
 import struct
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ import msgspec
 
 from asyncrl.replay.segments import write_all
 
+HELD_S = 5.0
+"""A server that was killed may hold the file for a moment."""
 _HEAD = struct.Struct("<QII")
 """Epoch, length and CRC-32 of the record."""
 
@@ -51,11 +55,17 @@ def merge(turns: list[Turn]) -> Turn:
 
 
 class Redo:
-    """Appends records and reads them back."""
+    """Appends records and reads them back; one process at a time."""
 
     def __init__(self, path: Path) -> None:
+        """Raises ValueError when another process holds the file: two of them would write over each other's records."""
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self.size = 0
+        if not _lock(self._fd):
+            os.close(self._fd)
+            raise ValueError(
+                f"another replay server uses {path.parent}: a run has one; end it first, or choose another --run-dir"
+            )
 
     def read(self, epoch: int) -> list[bytes]:
         """The records of one epoch, up to the first that is not whole: it was never acknowledged."""
@@ -82,3 +92,19 @@ class Redo:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def _lock(fd: int) -> bool:
+    """Whether nobody else has the file, or the file system has no locks; waits HELD_S for a process that is ending."""
+    deadline = time.monotonic() + HELD_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        except OSError:
+            return True
+        else:
+            return True

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import zmq
-from replay_helpers import make_group, make_run, run_async, serving
+from replay_helpers import lease_all, make_group, make_parcel, make_run, run_async, serving
+from test_replay_journal import open_journal
 
 from asyncrl.replay import messages, server, wire
 from asyncrl.replay.async_client import AsyncReplayClient
@@ -111,3 +112,25 @@ def test_a_group_from_before_the_start_afresh_is_not_taken_for_one_of_another_pr
         run_async(work, made.address)
         assert made.service.buffer.accounts()["ledger/balance"] == 0
         trainer.close()
+
+
+def test_after_a_rewind_the_window_counts_the_seats_that_it_counted_then(tmp_path: Path) -> None:
+    """A group that is trained late keeps used-up seats behind it in line; without them others could be taken before it
+    once more, and it would exceed the bound."""
+    journal = open_journal(tmp_path, P=1, target_lag=3, max_lag=8)
+    buffer, _ = journal.restore()
+    buffer.publish(version=0, step=0)
+    buffer.sampler = lambda seat, step: -seat.position
+    for lease in lease_all(buffer):
+        buffer.insert(lease, make_parcel(lease, versions=[0]))
+    lines = []
+    for step in range(1, 5):
+        assert buffer.take(step=step, num_groups=1, version=step - 1)
+        lines.append([(seat.position, seat.used_up) for seat in buffer.line])
+        journal.commit(buffer, {})
+    assert lines[0] == [(0, False), (1, False), (2, False), (3, True)]
+    assert lines[-1] == []
+    journal.forget(1, buffer)
+    again = journal.rewind(step=1)
+    assert [(seat.position, seat.used_up) for seat in again.line] == lines[0]
+    journal.close()

@@ -59,18 +59,18 @@ class JournalFull(RuntimeError):
 class Counters(msgspec.Struct, kw_only=True):
     """What the buffer knows beside its seats."""
 
-    cursor: int
+    cursor: int = 0
     next_lease: int
-    step: int
-    made_uses: int
-    live_version: int
-    live_uses: int
-    finished: str | None
-    rejected: dict[str, int]
-    ledger: Ledger
-    trained_means: Means
-    dropped_means: Means
-    largest_bytes: int
+    step: int = 0
+    made_uses: int = 0
+    live_version: int = NOT_SAMPLED
+    live_uses: int = 0
+    finished: str | None = None
+    rejected: dict[str, int] = {}
+    ledger: Ledger = msgspec.field(default_factory=Ledger)
+    trained_means: Means = msgspec.field(default_factory=Means)
+    dropped_means: Means = msgspec.field(default_factory=Means)
+    largest_bytes: int = 0
     announced: dict[str, tuple[str, str]] = {}
     skipped: int = 0
     """By the curriculum."""
@@ -88,8 +88,8 @@ class Journal:
         self._db.execute("pragma synchronous = normal")
         self._db.executescript(_TABLES)
         self._check_format(folder)
-        self._forgettable: tuple[int, int] | None = None
-        """(step, position): seats before the position that were used up by the step leave with the next transaction."""
+        self._forgettable = 0
+        """What was used up by this step leaves with the next transaction."""
         self._redo, self._pending = Redo(folder / "redo.bin"), list[Turn]()
         (self._epoch,) = self._db.execute("select coalesce(max(epoch), 0) from redo").fetchone()
         self._pending += map(_TURNS.decode, self._redo.read(self._epoch + 1))
@@ -121,6 +121,8 @@ class Journal:
             turn = self._turn(changes, buffer.uses_by_step, buffer.curriculum, counters)
             self._redo.append(self._epoch + 1, _ENCODER.encode(turn))
         self._pending.append(turn)
+        for seat in changes.seats.values():
+            seat.stored = True  # not before: a turn that did not fit is written again, with its prompts
         self._written, self._steps = counters, dict(buffer.uses_by_step)
         changes.clear()
         if buffer.curriculum is not None:
@@ -138,13 +140,13 @@ class Journal:
                     self._write(merge(self._pending))
                     self._db.execute("insert or replace into redo values (0, ?)", (self._epoch + 1,))
                 if self._forgettable:
-                    self._delete_used_up(*self._forgettable)
+                    self._delete_used_up(self._forgettable)
             if self._pending:
                 self._epoch += 1
                 self._pending.clear()
                 self._redo.empty()
             if self._forgettable:
-                self._forgettable = None
+                self._forgettable = 0
                 self._segments.keep(self._used_segments())
                 self._segments.trim(SPARE_SEGMENTS)
 
@@ -154,8 +156,6 @@ class Journal:
         present = [s for s in changes.seats.values() if not s.removed]
         removed = [s.position for s in changes.seats.values() if s.removed]
         new = [s for s in present if not s.stored]
-        for seat in new:
-            seat.stored = True
         taken = uses_by_step != self._steps
         turn = Turn(
             seats=[self._row(s) for s in present],
@@ -193,13 +193,14 @@ class Journal:
             self._db.executemany(f"delete from {table} where position = ?", gone)
 
     def forget(self, step: int, buffer: Buffer) -> None:
-        """Nobody will rewind to before `step`: what was used up by then and has left the line is removed, together with
-        the next transaction or when a new segment would be needed."""
-        self._forgettable = min(step, buffer.step - TAKES_KEPT), buffer.line.anchor(buffer.cursor)
+        """Nobody will rewind to before `step`: what had left the line by then goes, soon or when space is needed."""
+        self._forgettable = max(0, min(step, buffer.step - TAKES_KEPT))
 
-    def _delete_used_up(self, step: int, before: int) -> None:
-        used_up = f"from seats where state = {USED_UP} and last_step <= ? and position < ?"
-        gone = [position for (position,) in self._db.execute(f"select position {used_up}", (step, before))]
+    def _delete_used_up(self, step: int) -> None:
+        # Up to the anchor as it was after that step: seats behind it count for the window again after a rewind.
+        left = f"select position from seats where state != {USED_UP} or last_step > ? order by position limit 1"
+        (anchor,) = self._db.execute(left, (step,)).fetchone() or (1 << 62,)
+        gone = [p for (p,) in self._db.execute("select position from seats where position < ?", (anchor,))]
         self._delete(gone)
         for position in gone:
             self._places.pop(position, None)
@@ -244,12 +245,9 @@ class Journal:
         return buffer, counters.announced
 
     def rewind(self, *, step: int) -> Buffer:
-        """The buffer as a trainer finds it that resumes from the checkpoint of `step`.
-
-        What was used later is available again and nothing before; groups that were in flight are leased again. No lease
-        is granted before weights are published. Step 0 is no checkpoint: everything starts afresh. Raises ValueError
-        when the journal does not reach back that far.
-        """
+        """The buffer as a trainer finds it that resumes from the checkpoint of `step`: what was used later is available
+        again and nothing before; groups that were in flight are leased again. No lease is granted before weights are
+        published. Step 0 is no checkpoint: everything starts afresh. Raises ValueError when it lies too far back."""
         self.flush()
         uses = self._db.execute("select uses from steps where step = ?", (step,)).fetchone()
         if uses is None and step:
@@ -257,16 +255,23 @@ class Journal:
                 f"the replay journal cannot go back to step {step}; without its journal a run resumes with "
                 "replay.journal false, and then repeats or skips some prompts"
             )
-        with _transaction(self._db):
+        with _naming_a_full_disk(), _transaction(self._db):
             if step:
                 self._undo(step, uses[0])
             else:
-                for table in _ALL:
-                    self._db.execute(f"delete from {table}")
+                self._start_afresh()
         self._places.clear()
         self._segments.keep(self._used_segments())
         self._written, self._steps = b"", {}
         return self.restore()[0]
+
+    def _start_afresh(self) -> None:
+        """In the database: nothing is left but the number of the next lease."""
+        found = self._db.execute("select value from meta").fetchone()
+        for table in _ALL:
+            self._db.execute(f"delete from {table}")
+        counters = Counters(next_lease=_COUNTERS.decode(found[0]).next_lease if found else 0)
+        self._db.execute("insert into meta values (0, ?, ?)", (FORMAT, _ENCODER.encode(counters)))
 
     def _undo(self, step: int, uses: int) -> None:
         """In the database: make every use after `step` undone and every lease ended."""
@@ -283,11 +288,8 @@ class Journal:
         run("delete from steps where step > ?", (step,))
         run(f"update seats set state = {BUFFERED} where {back}")
         run(f"update seats set rewound = 1 where state = {BUFFERED}")
-        run(
-            "update seats set last_step = coalesce((select max(step) from used where used.position = seats.position), "
-            "0) where last_step > ?",
-            (step,),
-        )
+        last = "coalesce((select max(step) from used where used.position = seats.position), 0)"
+        run(f"update seats set last_step = {last} where last_step > ?", (step,))
         # A crash is not the prompt's fault: the next lease counts as the same attempt.
         run(f"update seats set state = {WAITING}, owner = '', attempt = attempt - 1 where state = {LEASED}")
         counters.step, counters.made_uses, counters.live_uses = step, uses, uses

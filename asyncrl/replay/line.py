@@ -150,10 +150,6 @@ class Line:
             excess -= seat.uses if seat.used_up else reuse
         return held
 
-    def anchor(self, default: int) -> int:
-        """Position of the oldest seat that is not used up; `default` when there is none."""
-        return next(iter(self.seats), default)
-
     def trim(self) -> None:
         """Let go of used-up seats that the anchor has passed."""
         while self.seats and (first := next(iter(self.seats.values()))).used_up:

@@ -81,6 +81,12 @@ class Peer:
             return f"trainer rank {self.index}"
         return f"{self.role} {self.index}" if self.role in NUMBERED else self.role
 
+    @property
+    def why_replaced(self) -> str:
+        if self.role not in NUMBERED:
+            return f"another {self.name} has started from a checkpoint and has taken over this run: this one must end"
+        return f"another {self.name} has said hello: give every {self.role} its own --index"
+
     def wait_for(self, what: str, now: float) -> None:
         """It waits for `what` elsewhere; "" ends the wait."""
         self.waits_since = self.waits_since if self.waits and what else now
@@ -133,6 +139,13 @@ class Peers:
         for other in former:
             other.replaced = True
         return former
+
+    def take_over(self, peer: Peer) -> None:
+        """`peer` is a trainer that starts: of a former one that lives on, or wakes up, nothing is accepted any more.
+        A process has several connections."""
+        for other in self.in_service(peer.role):
+            if other.index == peer.index and (other.host, other.pid) != (peer.host, peer.pid):
+                other.replaced = True
 
     def generators(self) -> Sequence[Peer]:
         """Generators in service or silent, by index; replaced ones left out."""

@@ -166,9 +166,7 @@ class Service:
         """The reply; None when it has to wait. The sender's mistakes are refused, broken invariants raise."""
         peer, body = waiting.peer, waiting.body
         if peer.replaced:
-            return messages.Refused(
-                message=f"another {peer.name} has said hello: give every {peer.role} its own --index"
-            )
+            return messages.Refused(message=peer.why_replaced)
         try:
             return self._answer(waiting, body, payload, now)
         except ValueError as error:
@@ -221,6 +219,7 @@ class Service:
             case messages.Status():
                 return messages.Report(status=self.status(now))
             case messages.Rewind(step=step, version=version):
+                self.peers.take_over(peer)
                 self._rewind(step, version)
             case messages.Forget(step=step):
                 self.forget(step, buffer)
@@ -233,7 +232,9 @@ class Service:
             return None
         owner = peer.incarnation
         share = self.buffer.share(owner, num_owners=max(1, self.peers.num_alive()))
-        seats = self.buffer.lease(min(n, share), owner=owner, request=seq, now=now)
+        # A server that was killed before it could say so may have granted some for this very request.
+        seats = [s for s in self.buffer.leased.values() if (s.owner, s.request) == (owner, seq)]
+        seats = seats or self.buffer.lease(min(n, share), owner=owner, request=seq, now=now)
         if not seats and not self.buffer.over:
             return None
         return messages.Leases(
@@ -288,7 +289,11 @@ class Service:
         body, parcels = reply if isinstance(reply, tuple) else (reply, [])
         by_place = isinstance(body, messages.Taken) and body.places
         sent = [p for p in parcels if p.place is None] if by_place else parcels
-        payload = [frame for parcel in sent for frame in self.store.frames(parcel)]
+        try:
+            payload = [frame for parcel in sent for frame in self.store.frames(parcel)]
+        except RuntimeError as error:
+            self._reply(peer, seq, messages.Refused(message=str(error), fatal=True))
+            raise
         digests = [digest for parcel in sent for digest in parcel.digests]
         frames = wire.pack_message(wire.ReplyEnvelope(self.incarnation, seq, body), payload, digests)
         if not isinstance(body, messages.Resend):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf, nan
@@ -132,24 +132,34 @@ class AsyncReplayClient:
             self._files.close()
         self._files = None
 
-    def _insert(self, group: Group, frames_: Sequence[wire.Frame]) -> Coroutine[None, None, messages.Done]:
-        return self._call(messages.Insert(lease_id=group.lease_id), messages.Done, payload=frames_)
-
     async def _refer(self, group: Group, place: messages.Place) -> messages.Done:
         """Insert a group that lies in a file. When the server does not find it there, the socket carries it."""
         files = self._files
         assert files is not None
-        full, unused = files.ask(), list[int]()
         try:
-            done = await self._call(messages.Insert(lease_id=group.lease_id, place=place, full=full), messages.Done)
-            files.answered(place)
-            unused = done.unused
-            return done
+            done = await self._insert(group, place=place)
         except ValueError:
             self._leave_no_more()
+            return await self._insert(group, wire.pack_group(group))
+        files.answered(place)
+        return done
+
+    async def _insert(
+        self, group: Group, frames_: Sequence[wire.Frame] = (), *, place: messages.Place | None = None
+    ) -> messages.Done:
+        """Either way the insert asks which segments can be written over: on a full disk nothing else would."""
+        files, unused = self._files, list[int]()
+        full = files.ask() if files is not None else []
+        body = messages.Insert(lease_id=group.lease_id, place=place, full=full)
+        call = self._call(body, messages.Done, payload=frames_)
+        del frames_  # else they would wait here for the reply
+        try:
+            done = await call
+            unused = done.unused
+            return done
         finally:
-            files.told(full, unused)
-        return await self._insert(group, wire.pack_group(group))
+            if files is not None:
+                files.told(full, unused)
 
     async def _call(
         self, body: messages.Request, expected: type[M], *, payload: Sequence[wire.Frame] = (), timeout_s: float = inf

@@ -169,7 +169,11 @@ class Writer:
             return None
         if self._offset + header + body > SEGMENT_BYTES:
             self._open_next()
-        write_all(self._fd, frames, self._offset, header + body)
+        try:
+            write_all(self._fd, frames, self._offset, header + body)
+        except OSError:
+            self._make_do()
+            raise
         digests = [digest_of(f) for f in frames]
         place = Place(self._current, self._offset, header + body, self._owner, header, digests)
         self._offset += header + body
@@ -206,6 +210,12 @@ class Writer:
             if fd >= 0:
                 os.close(fd)
         self._fd = self._lock = -1
+
+    def _make_do(self) -> None:
+        """The disk takes no more: go on in files that have their place there already, and ask for some."""
+        self._ask = True
+        if self._spare:
+            self._offset = SEGMENT_BYTES
 
     def _open_next(self) -> None:
         number = self._spare[0] if self._spare else self._next

@@ -50,6 +50,20 @@ def test_a_second_server_on_a_run_folder_is_refused_and_the_next_one_is_not(
     server.open_server(run, bind="tcp://127.0.0.1:*").close()
 
 
+def test_a_damaged_segment_of_the_journal_is_named_with_what_to_do(tmp_path: Path, context: zmq.Context) -> None:
+    run = make_run(str(tmp_path), training={"batch_size": 2, "steps": 9}, target_lag=1)
+    made = server.open_server(run, bind="tcp://127.0.0.1:*")
+    trainer, generator = Wire(context, made, "trainer"), Wire(context, made, "generator")
+    trainer.ask(messages.Publish(version=0, step=0))
+    (lease,) = generator.ask(messages.AskLease(n=1)).leases
+    assert generator.ask(messages.Insert(lease_id=lease.id), packed(lease)).accepted
+    made.close()
+    (segment,) = (tmp_path / "replay" / "groups").glob("*.bin")
+    segment.write_bytes(b"short")
+    with pytest.raises(ValueError, match=r"cannot be read: segment 0 is damaged.* replay.journal false"):
+        server.open_server(run, bind="tcp://127.0.0.1:*")
+
+
 def test_a_kill_in_the_turn_of_a_start_afresh_gives_no_lease_a_number_for_the_second_time(
     tmp_path: Path, context: zmq.Context
 ) -> None:

@@ -176,7 +176,13 @@ def open_server(run: Any, *, bind: str) -> Server:
     journal = (
         Journal(Path(config.run_dir or ".") / "replay", partial(make_buffer, run)) if config.replay.journal else None
     )
-    buffer, announced = journal.restore() if journal else (make_buffer(run, 0), {})
+    try:
+        buffer, announced = journal.restore() if journal else (make_buffer(run, 0), {})
+    except ValueError as error:
+        raise ValueError(
+            f"the replay journal cannot be read: {error}; a resume with replay.journal false goes on from the last "
+            "checkpoint without it, and then repeats or skips some prompts"
+        ) from error
 
     def rewind(step: int) -> Buffer:
         if journal is None:

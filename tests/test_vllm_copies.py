@@ -31,6 +31,8 @@ BUCKET = 5  # tensors
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_repeated_copies_equal_load_weights_in_every_rank(world: int, tmp_path: Path) -> None:
+    if 0 < torch.cuda.device_count() < world:
+        pytest.skip("vLLM wants a GPU for each rank where there is one")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with ProcessPoolExecutor(world, mp_context=multiprocessing.get_context("spawn")) as pool:

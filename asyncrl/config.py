@@ -214,9 +214,9 @@ class WeightsConfig(Section):
     num_buffers: Count = 2
     """Buckets that a receiver holds before it loads them: the more, the more arrives before vLLM has paused. The
     trainer holds two."""
-    backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """How buckets travel. `auto`: nccl from a GPU, gloo from a CPU; gloo (through host memory) also where trainer rank
-    0 and a generator share one GPU, which NCCL refuses."""
+    backend: Literal["auto", "nccl", "gloo", "ipc"] = "auto"
+    """How buckets travel. `auto`: nccl from a GPU, gloo from a CPU; ipc (receivers read the trainer's memory, on one
+    host) where trainer rank 0 and a generator share one GPU, which NCCL refuses. Where ipc cannot be had, gloo."""
     timeout_s: Positive = 120.0
     """Bound of every stage of a sync: join, prepare, each bucket, commit."""
     checksum: bool = True

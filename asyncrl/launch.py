@@ -64,7 +64,7 @@ def launch(run: Run, *, ranks: RanksRole = "trainer") -> int:
     """
     placement = place(find_gpus(), run.config.services)
     if placement.shared and run.config.weights.backend == "auto":
-        run = _through_host_memory(run)
+        run = _through_one_gpu(run)
     make_folder(run.dir)
     with _alone(run.dir):
         _prepare(run)
@@ -278,8 +278,8 @@ def hold_port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-def _through_host_memory(run: Run) -> Run:
-    weights = msgspec.structs.replace(run.config.weights, backend="gloo")
+def _through_one_gpu(run: Run) -> Run:
+    weights = msgspec.structs.replace(run.config.weights, backend="ipc")
     return replace(run, config=msgspec.structs.replace(run.config, weights=weights))
 
 

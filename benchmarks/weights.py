@@ -1,13 +1,15 @@
 """How fast new weights travel: the whole sync, stage by stage, beside the raw broadcast of the same bytes.
 
     python benchmarks/weights.py                  two GPUs, NCCL: shapes of Qwen3-0.6B, Qwen3-1.7B and Llama-3-8B
+    python benchmarks/weights.py --devices cuda:0,cuda:0    one GPU that both share: ipc
     python benchmarks/weights.py --smoke          two CPU processes, gloo, small shapes: that it runs, not how fast
     python benchmarks/weights.py --engine vllm    then also into a live vLLM under load, and vLLM's own transfers
 
 One process plays trainer rank 0, one the generator, this one conducts. Per model: `raw`, a broadcast of as many bytes
-from a buffer that is already there; `ours`, WeightSender.publish into an engine that copies into its parameters;
-`each`, one broadcast per parameter straight into the receiver's parameters. Bucket sizes and buffer counts are swept
-over `ours`. Random weights: only the shapes matter. Times are medians over `--repeats`, after two that do not count.
+from a buffer that is already there (on one GPU: a copy of them); `ours`, WeightSender.publish into an engine that
+copies into its parameters; `each`, one broadcast per parameter straight into the receiver's parameters. Bucket sizes
+and buffer counts are swept over `ours`. Random weights: only the shapes matter. Times are medians over `--repeats`,
+after two that do not count.
 """
 
 from __future__ import annotations
@@ -37,7 +39,12 @@ class Pair:
     def __init__(self, model: str, devices: tuple[str, str], kind: str = "resident") -> None:
         context = multiprocessing.get_context("spawn")
         self.processes, self.pipes = [], []
-        for target, arguments in ((trainer, (model, devices[0])), (generator, (model, devices[1], kind))):
+        one_gpu = devices[0] == devices[1] != "cpu"
+        self.backend = "ipc" if one_gpu else resolve_backend("auto", torch.device(devices[0]))
+        for target, arguments in (
+            (trainer, (model, devices[0])),
+            (generator, (model, devices[1], kind, self.backend)),
+        ):
             ours, theirs = context.Pipe()
             process = context.Process(target=target, args=(theirs, *arguments))
             process.start()
@@ -45,7 +52,6 @@ class Pair:
             self.processes.append(process)
             self.pipes.append(ours)
         self.trainer, self.generator = self.pipes
-        self.backend = resolve_backend("auto", torch.device(devices[0]))
         hello, _ = hear(self.trainer), hear(self.generator)
         self.port, self.bytes, self._generation, self._version = hello["port"], hello["bytes"], 1000, 0
 
@@ -55,12 +61,12 @@ class Pair:
         for pipe in self.pipes:
             say(pipe, do="broadcast", what=what, repeats=repeats, chunk=chunk, port=self.port,
                 generation=self._generation, backend=self.backend)  # fmt: skip
-        ends = [hear(pipe)["seconds"] for pipe in self.pipes]
+        ends = [seconds for pipe in self.pipes if (seconds := hear(pipe)["seconds"])]
         return statistics.median(max(pair) for pair in zip(*ends, strict=True))
 
     def open(self, **config: Any) -> None:
         """A sender with this configuration, followed by the generator."""
-        config = {"timeout_s": BOUND_S, **config}
+        config = {"timeout_s": BOUND_S, "backend": self.backend, **config}
         say(self.trainer, do="open", config=config)
         say(self.generator, do="follow", config=config, address=hear(self.trainer)["address"])
         self._version = 0
@@ -102,7 +108,10 @@ def measure(model: str, args: argparse.Namespace) -> dict[str, Any]:
     try:
         result: dict[str, Any] = {"model": model, "bytes": pair.bytes, "backend": pair.backend}
         result["raw_s"] = pair.broadcast("raw", args.repeats)
-        result["each_s"] = pair.broadcast("each", args.repeats)
+        if pair.backend == "ipc":
+            result["gloo"] = pair.sync(min(args.repeats, 3), backend="gloo")
+        else:
+            result["each_s"] = pair.broadcast("each", args.repeats)
         settings = [{"bucket_bytes": size, "num_buffers": count} for size in args.buckets for count in args.buffers]
         result["sweep"] = [setting | pair.sync(args.repeats, **setting) for setting in settings]
         result["ours"] = best = min(result["sweep"], key=lambda row: row["total_s"])
@@ -162,7 +171,7 @@ def theirs(pair: Pair, repeats: int, *, packed: bool) -> dict[str, float]:
     times = []
     for _ in range(repeats + WARM_UP):
         for pipe in pair.pipes:
-            say(pipe, do="theirs", packed=packed, port=pair.their_port)
+            say(pipe, do="theirs", packed=packed, port=pair.their_port, transfer=pair.backend)
         hear(pair.trainer)
         times.append(hear(pair.generator))
     return {key: statistics.median(t[key] for t in times[WARM_UP:]) for key in times[0]}
@@ -175,12 +184,15 @@ def show(result: dict[str, Any]) -> None:
     raw = min(result["raw_s"], result["raw_again_s"])
     print(f"\n{result['model']}: {size / 1e9:.2f} GB over {result['backend']}")
     moves = {
-        "raw broadcast": raw,
+        "copy within the GPU" if "gloo" in result else "raw broadcast": raw,
         "ours, wire with load and checksum": ours["wire_s"],
         "ours, end to end": ours["total_s"],
         "ours, end to end, no checksum": result["no_checksum"]["total_s"],
-        "one broadcast per parameter": result["each_s"],
     }
+    if "gloo" in result:
+        moves["through host memory (gloo)"] = result["gloo"]["total_s"]
+    else:
+        moves["one broadcast per parameter"] = result["each_s"]
     waits = {f"ours, {stage}": ours[f"{stage}_s"] for stage in ("prepare", "commit", "pause", "first_join")}
     if live:
         moves |= {"into vLLM, wire": live["wire_s"], "into vLLM, end to end": live["total_s"]}

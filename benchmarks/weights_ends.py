@@ -21,7 +21,8 @@ from asyncrl.weights.gather import in_sending_order
 from asyncrl.weights.messages import JoinSpec, PlanSpec
 from asyncrl.weights.receiver import Receiver
 from asyncrl.weights.sender import WeightSender
-from asyncrl.weights.wire import buffer_device, connect_store, open_wire, serve_store, watch_store
+from asyncrl.weights.store import connect_store, serve_store, watch_store
+from asyncrl.weights.wire import make_buffer, open_wire
 
 QWEN3 = {"model_type": "qwen3", "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
          "num_hidden_layers": 28, "vocab_size": 151936, "tie_word_embeddings": True}  # fmt: skip
@@ -90,9 +91,11 @@ def trainer(pipe: Connection, model: str, device: str) -> None:
             case "close":
                 sender.close()
             case "theirs":
-                from weights_vllm import TheirSender
+                import weights_vllm
+                import weights_vllm_ipc
 
-                theirs = theirs or TheirSender(command["port"])
+                kind = {"nccl": weights_vllm, "ipc": weights_vllm_ipc}[command["transfer"]]
+                theirs = theirs or kind.TheirSender(command["port"])
                 say(pipe, seconds=theirs.send(tensors, packed=command["packed"]))
 
 
@@ -119,16 +122,18 @@ def broadcast(store: Any, command: dict, rank: int, device: str, tensors: dict[s
     spec = JoinSpec(host="127.0.0.1", port=command["port"], generation=command["generation"], first_rank=rank,
                     world_size=2, backend=command["backend"], timeout_s=BOUND_S)  # fmt: skip
     watch = watch_store(store, spec)
+    if spec.backend == "ipc":
+        return copies(sum(t.nbytes for t in tensors.values()), command["repeats"], device) if rank == 0 else []
     wire = open_wire(store, spec, rank, place, watch)
     if command["what"] == "each":
         pieces = [t.view(-1).view(torch.uint8) for t in tensors.values()]
     else:
         total, chunk = sum(t.nbytes for t in tensors.values()), command["chunk"]
-        buffer = torch.ones(min(chunk, total), dtype=torch.uint8, device=buffer_device(spec, place))
+        buffer = make_buffer(spec, min(chunk, total), place, sends=rank == 0)
         pieces = [buffer[: min(chunk, total - start)] for start in range(0, total, chunk)]
     seconds = []
     for _ in range(command["repeats"] + WARM_UP):
-        wire.start(torch.zeros(16, dtype=torch.uint8, device=buffer_device(spec, place)))  # both are here
+        wire.start(make_buffer(spec, 16, place, sends=rank == 0))  # both are here
         wire.drain(watch)
         synchronize(place)
         began = time.perf_counter()
@@ -138,6 +143,19 @@ def broadcast(store: Any, command: dict, rank: int, device: str, tensors: dict[s
         synchronize(place)
         seconds.append(time.perf_counter() - began)
     wire.close()
+    return seconds[WARM_UP:]
+
+
+def copies(total: int, repeats: int, device: str) -> list[float]:
+    """Seconds per repeat of copying all bytes from one place of a GPU to another: its raw rate."""
+    source, target = (torch.ones(total, dtype=torch.uint8, device=device) for _ in range(2))
+    seconds = []
+    for _ in range(repeats + WARM_UP):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
     return seconds[WARM_UP:]
 
 
@@ -181,19 +199,20 @@ class Resident:
         torch._foreach_copy_([self.tensors[name] for name, _ in tensors], [t for _, t in tensors], non_blocking=True)
 
 
-def generator(pipe: Connection, model: str, device: str, kind: str) -> None:
+def generator(pipe: Connection, model: str, device: str, kind: str, transfer: str) -> None:
     """Commands: broadcast (the other end); follow a sender, unfollow; those of weights_vllm.Live; end."""
     torch.set_num_threads(1)
-    asyncio.run(_generate(pipe, model, device, kind))
+    asyncio.run(_generate(pipe, model, device, kind, transfer))
 
 
-async def _generate(pipe: Connection, model: str, device: str, kind: str) -> None:
+async def _generate(pipe: Connection, model: str, device: str, kind: str, transfer: str) -> None:
     live = None
     if kind == "vllm":
         os.environ["CUDA_VISIBLE_DEVICES"] = device.partition(":")[2]  # before anything asks for a GPU
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # vLLM's own IPC transfer pickles its handles
         from weights_vllm import Live
 
-        live = Live(model, device)
+        live = Live(model, device, transfer)
         await live.engine.start()
     engine: Any = live.engine if live else Resident(random_tensors(model, device), device)
     following: asyncio.Task | None = None

@@ -2,7 +2,8 @@
 
 `--engine vllm` uses it, in the generator's process (`Live`) and in the trainer's (`TheirSender`). vLLM's own transfer
 is the NCCL engine of 0.22 to 0.27 (`start_weight_update`, `update_weights`, `finish_weight_update`), packed and not,
-with its defaults; both transfers pause generation the same way. It needs GPUs; on a CPU only ours is measured.
+with its defaults, or on one GPU its IPC engine (`weights_vllm_ipc.py`); all of them pause generation the same way. It
+needs GPUs; on a CPU only ours is measured.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import weights_vllm_ipc
 from torch import Tensor
 from weights_ends import MODELS, meta_model
 
@@ -31,8 +33,8 @@ PAUSE_BOUND_S = 60.0
 class Live:
     """A vLLM engine with dummy weights of a model's shapes, and the load on it."""
 
-    def __init__(self, model: str, device: str) -> None:
-        self._on_gpu = device != "cpu"
+    def __init__(self, model: str, device: str, transfer: str) -> None:
+        self._on_gpu, self._transfer = device != "cpu", transfer
         folder = Path(tempfile.mkdtemp(prefix="asyncrl-weights-"))
         save_shapes(model, folder / "model")
         own = {"run_dir": str(folder / "run"), "model.path": str(folder / "model"), "generation.engine": "vllm"}
@@ -40,7 +42,7 @@ class Live:
         config.training.seq_len = PROMPT + RESPONSE + 1
         config.generation.max_concurrency = REQUESTS if self._on_gpu else 8
         if self._on_gpu:
-            config.generation.vllm = {"gpu_memory_utilization": 0.6, "weight_transfer_config": {"backend": "nccl"}}
+            config.generation.vllm = {"gpu_memory_utilization": 0.6, "weight_transfer_config": {"backend": transfer}}
         self.engine = VLLMEngine(resolve(config), 0)
         self._vocabulary = MODELS[model]["vocab_size"]
         self._names = [(name, list(p.shape)) for name, p in in_sending_order(meta_model(model).named_parameters())]
@@ -83,17 +85,9 @@ class Live:
         return (self.engine.activity()["tokens"] - before) / (time.perf_counter() - began)
 
     async def _theirs(self, port: int, *, packed: bool) -> dict[str, float]:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
-
         llm = self.engine._llm
         if not self._connected:
-            info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
-            await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
-            self._connected = True
-        update = WeightTransferUpdateRequest(update_info={
-            "names": [name for name, _ in self._names], "shapes": [shape for _, shape in self._names],
-            "dtype_names": ["bfloat16"] * len(self._names), "packed": packed,
-        })  # fmt: skip
+            await self._connect(port)
         began = time.perf_counter()
         self.engine._open.clear()
         await self.engine._none_adding.wait()
@@ -101,7 +95,7 @@ class Live:
         paused = time.perf_counter()
         await llm.start_weight_update()
         starting = time.perf_counter()
-        await llm.update_weights(update)
+        await self._update(packed=packed)
         updated = time.perf_counter()
         await llm.finish_weight_update()
         finished = time.perf_counter()
@@ -112,6 +106,28 @@ class Live:
             "pause_s": time.perf_counter() - paused,
             "total_s": time.perf_counter() - began,
         }
+
+    async def _connect(self, port: int) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+        if self._transfer == "ipc":
+            info = {}
+            self._trainer = await asyncio.to_thread(weights_vllm_ipc.connect, port)
+        await self.engine._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        self._connected = True
+
+    async def _update(self, *, packed: bool) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        if self._transfer == "ipc":
+            await weights_vllm_ipc.take(self.engine._llm, self._trainer)
+            return
+        update = WeightTransferUpdateRequest(update_info={
+            "names": [name for name, _ in self._names], "shapes": [shape for _, shape in self._names],
+            "dtype_names": ["bfloat16"] * len(self._names), "packed": packed,
+        })  # fmt: skip
+        await self.engine._llm.update_weights(update)
 
 
 class TheirSender:

@@ -1,4 +1,4 @@
-"""Any faults in any order: a sender and two generators in one process, over real sockets and gloo.
+"""Any faults in any order: a sender and two generators in one process, over real sockets, gloo and ipc.
 
 Whatever fails, an engine holds what it says it serves, the sender's report is true, and the next publish without a
 fault reaches everybody.
@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import time
 
+import msgspec
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from asyncrl.config import WeightsConfig
 from asyncrl.weights.follower import follow
 from asyncrl.weights.receiver import Receiver
 from asyncrl.weights.sender import WeightSender
-from asyncrl.weights.wire import WireBroken
+from asyncrl.weights.store import WireBroken
 
 CONFIG = WeightsConfig(bucket_bytes=4096, timeout_s=1.5)
 BOUND_S = 20.0
@@ -95,16 +96,19 @@ def values(version):
 
 
 class World:
-    def __init__(self, faults, head_start):
+    def __init__(self, faults, head_start, backend):
+        self._config = msgspec.structs.replace(CONFIG, backend=backend)
         self.version, self._count, self._lives = -1, itertools.count(), {}
-        self.sender = WeightSender(tensors=lambda: values(self.version).items(), rank=0, config=CONFIG, device="cpu")
+        self.sender = WeightSender(
+            tensors=lambda: values(self.version).items(), rank=0, config=self._config, device="cpu"
+        )
         self.engines = [Engine(own, head_start=head_start) for own in faults]
         self.following = [self._follow(index) for index in range(len(faults))]
 
     def _follow(self, index):
         life = self._lives[index] = f"life-{next(self._count)}"
         return asyncio.ensure_future(
-            follow(self.sender.address, self.engines[index], index=index, incarnation=life, config=CONFIG,
+            follow(self.sender.address, self.engines[index], index=index, incarnation=life, config=self._config,
                    on_version=lambda version: None)
         )  # fmt: skip
 
@@ -141,8 +145,8 @@ class World:
         await asyncio.to_thread(self.sender.close)
 
 
-async def live(faults, head_start):
-    world = World(faults, head_start)
+async def live(faults, head_start, backend):
+    world = World(faults, head_start, backend)
     try:
         for _ in range(3):
             await world.everybody_is_there()
@@ -159,7 +163,7 @@ async def live(faults, head_start):
 some = st.lists(st.sampled_from(FAULTS), max_size=5)
 
 
-@settings(max_examples=8, derandomize=True, phases=[Phase.generate], deadline=None)
-@given(st.lists(some, min_size=1, max_size=2), st.booleans())
-def test_whatever_fails_nobody_serves_what_it_does_not_hold_and_all_come_back(faults, head_start):
-    asyncio.run(live(faults, head_start))
+@settings(max_examples=10, derandomize=True, phases=[Phase.generate], deadline=None)
+@given(st.lists(some, min_size=1, max_size=2), st.booleans(), st.sampled_from(["gloo", "ipc"]))
+def test_whatever_fails_nobody_serves_what_it_does_not_hold_and_all_come_back(faults, head_start, backend):
+    asyncio.run(live(faults, head_start, backend))

@@ -10,16 +10,16 @@ import torch
 from asyncrl.weights.messages import JoinSpec, TensorSpec
 from asyncrl.weights.plan import buckets, make_plan
 from asyncrl.weights.receiver import Receiver
-from asyncrl.weights.wire import (
+from asyncrl.weights.store import (
     WireBroken,
     announce,
     await_announcement,
     give_up,
-    open_wire,
     serve_store,
     wake,
     watch_store,
 )
+from asyncrl.weights.wire import open_wire
 
 BOUND_S = 20.0
 SIZE = 1024

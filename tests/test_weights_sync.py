@@ -1,4 +1,4 @@
-"""Weight syncs between real processes over gloo: 3 trainer ranks, generators that come, fail and go."""
+"""Weight syncs between real processes over gloo and ipc: 3 trainer ranks, generators that come, fail and go."""
 
 import contextlib
 import multiprocessing
@@ -65,7 +65,7 @@ class World:
         self._context, self._peers, self.trainers = context, [], []
 
     def train(self, ranks=3, orders=None, rows=peers.ROWS, device="cpu", **config):
-        self.config = CONFIG | config
+        self.config = CONFIG | {"backend": self.backend} | config
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         orders = orders or ["sorted"] * ranks
@@ -122,16 +122,22 @@ def context():
 
 
 @pytest.fixture
-def world(context):
+def world(context, request):
+    """Over gloo, or over what a test `both_ways` is run with."""
     made = World(context)
+    made.backend = getattr(request, "param", "gloo")
     yield made
     made.close()
+
+
+both_ways = pytest.mark.parametrize("world", ["gloo", "ipc"], indirect=True)
 
 
 def served(version, rows=peers.ROWS):
     return peers.fingerprint(peers.values(version, rows))
 
 
+@both_ways
 def test_every_kind_of_tensor_arrives_from_three_ranks_at_two_generators(world):
     world.train()
     generators = [world.generator(0), world.generator(1)]
@@ -143,6 +149,7 @@ def test_every_kind_of_tensor_arrives_from_three_ranks_at_two_generators(world):
     assert world.newcomers() == 0
 
 
+@both_ways
 def test_an_engine_of_two_ranks_and_one_of_one_share_a_broadcast(world):
     world.train(ranks=1)
     wide, narrow = world.generator(0, ranks=2), world.generator(1)
@@ -182,6 +189,7 @@ def test_a_late_joiner_gets_the_current_version_and_the_others_are_left_alone(wo
     assert first.held() == second.held() == served(5)
 
 
+@both_ways
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_generator_killed_mid_broadcast_is_dropped_and_its_replacement_gets_the_current_version(world, ranks):
     rows = peers.MANY_ROWS
@@ -236,6 +244,7 @@ def test_a_generator_stopped_a_moment_before_a_publish_costs_the_others_one_boun
 
 
 @pytest.mark.slow
+@both_ways
 @pytest.mark.parametrize("where", ["idle", "load", "commit"])
 def test_a_stopped_generator_costs_one_bounded_stage_and_catches_up_when_it_wakes(world, where):
     rows = peers.MANY_ROWS if where == "load" else peers.ROWS
@@ -260,6 +269,7 @@ def test_a_stopped_generator_costs_one_bounded_stage_and_catches_up_when_it_wake
         assert sleeper.held() == served(1)
 
 
+@both_ways
 def test_corrupted_bytes_are_discarded_and_never_served(world):
     world.train(ranks=2)
     unlucky, other = world.generator(0), world.generator(1, at="corrupt")
@@ -330,6 +340,7 @@ def test_a_trainer_that_dies_leaves_no_generator_in_between(world):
     assert generator.hear("discarded") == 1
 
 
+@both_ways
 def test_a_trainer_that_freezes_is_not_waited_for_longer_than_a_stage(world):
     rows = peers.MANY_ROWS
     world.train(ranks=1, rows=rows, bucket_bytes=1 << 20, timeout_s=2.0)
@@ -352,19 +363,24 @@ def until_stopped(peer):
         assert time.monotonic() < deadline
 
 
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    ("world", "device"), [pytest.param("nccl", "cuda:1", marks=two_gpus), ("ipc", "cuda:0")], indirect=["world"]
+)
 @pytest.mark.parametrize("how", [KILL, STOP])
-def test_over_nccl_a_generator_lost_mid_broadcast_is_dropped_and_its_replacement_catches_up(world, how):
+def test_from_a_gpu_a_generator_lost_mid_broadcast_is_dropped_and_its_replacement_catches_up(world, device, how):
     rows = peers.MANY_ROWS
     world.train(ranks=1, rows=rows, bucket_bytes=1 << 20, device="cuda:0", timeout_s=20.0)
-    doomed = world.generator(0, device="cuda:1", at="load", signal=how, after=1)
+    doomed = world.generator(0, device=device, at="load", signal=how, after=1)
     assert world.publish(1).receivers == 1
     assert doomed.held() == served(1, rows)
     report = world.publish(2)
     assert [(d.index, d.stage) for d in report.dropped] == [(0, "broadcast")]
     doomed.kill()
-    replacement = world.generator(1, device="cuda:1")
+    replacement = world.generator(1, device=device)
     assert world.publish(2).receivers == 1
     assert replacement.held() == served(2, rows)
 

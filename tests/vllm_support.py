@@ -1,7 +1,8 @@
 """A live vLLM engine with the sender that feeds it, and models made to tell the truth about themselves.
 
 Used by the vLLM tests, on CPU and on a GPU alike. With two GPUs the sender sits on the second one and weights travel by
-NCCL; otherwise it sits on the CPU and they travel by gloo.
+NCCL; with one GPU it shares this with vLLM, which reads its memory; otherwise it sits on the CPU and they travel by
+gloo.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ from asyncrl.weights.gather import describe
 from asyncrl.weights.messages import JoinSpec, SyncReport
 from asyncrl.weights.plan import buckets, make_plan
 from asyncrl.weights.sender import WeightSender
-from asyncrl.weights.wire import give_up, open_wire, serve_store, watch_store
+from asyncrl.weights.store import give_up, serve_store, watch_store
+from asyncrl.weights.wire import open_wire
 
 FIRST_LETTER = 10
 """The token that version 0 of a revealing model samples; version v samples the v-th after it."""
 NUM_LETTERS = 40
 ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda", torch.cuda.device_count() - 1) if torch.cuda.device_count() > 1 else torch.device("cpu")
+GPUS = torch.cuda.device_count()
+DEVICE = torch.device("cuda", GPUS - 1) if GPUS else torch.device("cpu")
 
 
 class Stage:
@@ -53,6 +56,8 @@ class Stage:
         config.training.seq_len = 1024
         config.weights.bucket_bytes = 64 << 10
         config.weights.timeout_s = 60.0
+        if GPUS == 1 and procs == 1:
+            config.weights.backend = "ipc"
         self.run_config = resolve(config)
         self.config = self.run_config.config
         self.loop = asyncio.new_event_loop()

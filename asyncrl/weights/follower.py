@@ -37,7 +37,7 @@ from asyncrl.weights.messages import (
     encode,
 )
 from asyncrl.weights.plan import buckets, digest
-from asyncrl.weights.wire import is_wire_failure
+from asyncrl.weights.store import is_wire_failure
 
 if TYPE_CHECKING:
     from asyncrl.generation.engine import Engine

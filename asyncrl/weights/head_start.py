@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from asyncrl.weights.messages import JoinSpec
-from asyncrl.weights.wire import STORE_POLL_S, WireBroken, await_announcement, connect_store, wake, watch_store
+from asyncrl.weights.store import STORE_POLL_S, WireBroken, await_announcement, connect_store, wake, watch_store
 
 
 class HeadStart:

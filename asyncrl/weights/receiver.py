@@ -20,17 +20,8 @@ from asyncrl.weights.checksums import checksum
 from asyncrl.weights.head_start import HeadStart
 from asyncrl.weights.messages import JoinSpec, PlanSpec
 from asyncrl.weights.plan import Bucket, Piece, buckets, tensor_bytes
-from asyncrl.weights.wire import (
-    Watch,
-    Wire,
-    WireBroken,
-    buffer_device,
-    connect_store,
-    current,
-    exact,
-    open_wire,
-    watch_store,
-)
+from asyncrl.weights.store import Watch, WireBroken, connect_store, watch_store
+from asyncrl.weights.wire import Wire, current, exact, make_buffer, open_wire
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +66,8 @@ class Receiver:
     def receive(self, plan: PlanSpec, load: Load) -> list[int]:
         """Take part in one broadcast of `plan`; bucket k is loaded while k+1 and its successors arrive.
 
-        `load` gets complete tensors in plan order, on the model's device for nccl and in host memory for gloo. They
+        `load` gets complete tensors in plan order, on the model's device for nccl and in host memory for gloo, or where
+        the sender has them for ipc. They
         are views of a buffer that is overwritten afterwards: copy from them before returning (on a GPU: queue the copy
         on the current stream). Returns a checksum per bucket, or nothing when the plan asks for none; when it returns,
         the copies are done. Raises WireBroken when the broadcast ends early, and whatever `load` raises; the group has
@@ -98,8 +90,7 @@ class Receiver:
         assert self._wire is not None
         assert self._watch is not None
         for index, bucket in enumerate(cut):
-            buffer = buffers[index % len(buffers)][: bucket.nbytes]
-            self._wire.order(self._watch)
+            buffer = self._wire.order(self._watch)
             if tensors := assembler.take(bucket, buffer):
                 load(tensors)
             if plan.checksum:  # after the load, so that a buffer overwritten too early shows as well
@@ -178,8 +169,7 @@ class Receiver:
         size, count = max(bucket.nbytes for bucket in cut), min(plan.num_buffers, len(cut))
         if len(self._buffers) != count or self._buffers[0].numel() < size:
             self._buffers = []
-            device = buffer_device(self._wire.spec, self._device)
-            self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(count)]
+            self._buffers = [make_buffer(self._wire.spec, size, self._device, sends=False) for _ in range(count)]
         return self._buffers
 
     def _finish(self, sums: list[Tensor]) -> list[int]:

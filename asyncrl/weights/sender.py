@@ -20,8 +20,9 @@ from asyncrl.weights.control import Control
 from asyncrl.weights.gather import Gatherer, Tensors, agree, compare_plans, describe
 from asyncrl.weights.messages import PlanSpec, SyncReport
 from asyncrl.weights.plan import Bucket, buckets, make_plan, total_bytes
+from asyncrl.weights.store import serve_store
 from asyncrl.weights.sync import Conductor, Group, Sync
-from asyncrl.weights.wire import current, exact, resolve_backend, serve_store
+from asyncrl.weights.wire import current, exact, make_buffer, resolve_backend
 
 SENDING = 2
 """Buckets that the sender holds: one is filled while the other is on the wire."""
@@ -47,6 +48,7 @@ class WeightSender:
         self._cut: list[Bucket] = []
         self._buffers: list[Tensor] = []
         self._buffers_of: Group | None = None
+        self._buffers_shared = False
         self._conductor = self._conduct(curve) if rank == 0 else None
         self._live: int | None = None  # the version published last
 
@@ -123,15 +125,18 @@ class WeightSender:
         return plan
 
     def _allocate(self) -> list[Tensor]:
-        """Buffers of the present group's own: a broken one may still be sending from its."""
+        """Buffers of the present group's own: a broken one may still be sending from its. With ipc nobody sends, and
+        what receivers that were killed have mapped is not freed: the same for all groups."""
         assert self._conductor is not None
-        if self._buffers_of is not self._conductor.group:
-            self._buffers, self._buffers_of = [], self._conductor.group
+        group = self._conductor.group
+        assert group is not None
+        shared = group.spec.backend == "ipc"
+        if not self._buffers or (self._buffers_of is not group and not (shared and self._buffers_shared)):
+            self._buffers = []
             size = max(bucket.nbytes for bucket in self._cut)
             count = min(SENDING, len(self._cut))
-            nccl = resolve_backend(self._config.backend, self._device) == "nccl"
-            device = self._device if nccl else torch.device("cpu")
-            self._buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(count)]
+            self._buffers = [make_buffer(group.spec, size, self._device, sends=True) for _ in range(count)]
+        self._buffers_of, self._buffers_shared = group, shared
         return self._buffers
 
     def _conduct(self, curve: CurveKeys | None) -> Conductor:

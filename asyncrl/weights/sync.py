@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.weights.control import Control
+from asyncrl.weights.ipc import is_unavailable
 from asyncrl.weights.members import Gone, Member, Members
 from asyncrl.weights.messages import (
     Commit,
@@ -37,7 +38,8 @@ from asyncrl.weights.messages import (
     Ready,
 )
 from asyncrl.weights.plan import buckets
-from asyncrl.weights.wire import Wire, WireBroken, announce, give_up, open_wire
+from asyncrl.weights.store import WireBroken, announce, give_up
+from asyncrl.weights.wire import Wire, open_wire
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +215,7 @@ class Sync:
         group = self._c.group
         return group.wire if group is not None and self._broken is None else None
 
-    def _guard(self, step: Callable[[], None]) -> None:
+    def _guard(self, step: Callable[[], object]) -> None:
         """Run a step on the wire; if it breaks, release the others, who then report instead of waiting."""
         try:
             step()
@@ -260,7 +262,11 @@ class Sync:
                 self._count(member, committed)
         if again:
             self._c.disband("a receiver has left it")  # even where the wire held: who fails does not stay
-        if again and len(self.tally.dropped) == dropped_before:
+        cannot = next((reply.reason for _, reply in again if is_unavailable(reply.reason)), None)
+        if cannot is not None:
+            log.warning("weights go through host memory (gloo) from now on: %s", cannot)
+            self._c.backend = "gloo"
+        elif again and len(self.tally.dropped) == dropped_before:
             self._second_chance(again)
 
     def _count(self, member: Member, reply: Committed) -> None:

@@ -20,12 +20,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Literal
-
-import msgspec
 
 from asyncrl.console import Console, waiting
 from asyncrl.notices import Notices
@@ -63,8 +60,6 @@ def launch(run: Run, *, ranks: RanksRole = "trainer") -> int:
     `ranks` sft: supervised training, which has neither a replay server nor generators.
     """
     placement = place(find_gpus(), run.config.services)
-    if placement.shared and run.config.weights.backend == "auto":
-        run = _through_one_gpu(run)
     make_folder(run.dir)
     with _alone(run.dir):
         _prepare(run)
@@ -276,11 +271,6 @@ def hold_port() -> Iterator[int]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("", 0))
         yield holder.getsockname()[1]
-
-
-def _through_one_gpu(run: Run) -> Run:
-    weights = msgspec.structs.replace(run.config.weights, backend="ipc")
-    return replace(run, config=msgspec.structs.replace(run.config, weights=weights))
 
 
 @contextmanager

@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from asyncrl.config import ServicesConfig
+from asyncrl.shared_gpu import BESIDE_OTHERS, BESIDE_TRAINER, MEMORY_SHARE, WITH_GENERATOR
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -25,12 +27,6 @@ class Placement:
     generators: list[dict[str, str]]
     references: list[dict[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-
-    @property
-    def shared(self) -> bool:
-        """Whether a generator computes on the GPU of trainer rank 0, which NCCL refuses to connect with itself."""
-        first = self.trainer[VISIBLE].split(",")[0]
-        return bool(first) and any(first in env[VISIBLE].split(",") for env in self.generators)
 
 
 def find_gpus() -> list[str]:
@@ -50,7 +46,7 @@ def find_gpus() -> list[str]:
 
 def place(gpus: list[str], services: ServicesConfig) -> Placement:
     """Assign GPUs. Raises ValueError when a role insists on GPUs that are not there."""
-    placement = _place_trainer_and_generators(gpus, services)
+    placement = _tell_who_shares(_place_trainer_and_generators(gpus, services))
     reference = services.ref_model
     if not gpus or reference.with_gpus is False:
         return replace(placement, references=[{VISIBLE: ""}] * reference.num_replicas)
@@ -66,6 +62,22 @@ def place(gpus: list[str], services: ServicesConfig) -> Placement:
         left = pool
     references = [{VISIBLE: left[i % len(left)]} for i in range(reference.num_replicas)]
     return replace(placement, references=references, notes=notes)
+
+
+def _tell_who_shares(placement: Placement) -> Placement:
+    """Say in each process's environment what sharing a GPU means to it."""
+    trainer = [gpu for gpu in placement.trainer[VISIBLE].split(",") if gpu]
+    theirs = [[gpu for gpu in env[VISIBLE].split(",") if gpu] for env in placement.generators]
+    users = Counter(gpu for gpus in theirs for gpu in gpus)
+    generators = []
+    for env, gpus in zip(placement.generators, theirs, strict=True):
+        if any(users[gpu] > 1 or gpu in trainer for gpu in gpus):
+            share = min((BESIDE_TRAINER if gpu in trainer else BESIDE_OTHERS) / users[gpu] for gpu in gpus)
+            env = {**env, MEMORY_SHARE: f"{share:.3g}"}
+        generators.append(env)
+    # NCCL does not connect a GPU with itself.
+    told = {WITH_GENERATOR: "1"} if trainer and users[trainer[0]] else {}
+    return replace(placement, trainer={**placement.trainer, **told}, generators=generators)
 
 
 def _place_trainer_and_generators(gpus: list[str], services: ServicesConfig) -> Placement:
@@ -97,7 +109,8 @@ def _place_trainer_and_generators(gpus: list[str], services: ServicesConfig) -> 
         # The last GPUs first: NCCL connects rank 0 with a generator anywhere but on rank 0's own.
         pool = rest if len(rest) >= generator.procs else gpus[::-1]
         notes.append(
-            f"{wanted} GPUs wanted for generators, {len(rest)} left by the trainer: GPUs {','.join(pool)} are shared"
+            f"{wanted} GPUs wanted for generators, {len(rest)} left by the trainer: GPUs {','.join(pool)} are shared, "
+            "and vLLM takes a part of their memory (generation.vllm.gpu_memory_utilization)"
         )
         rest = pool
     slots = max(1, len(rest) // generator.procs)

@@ -3,7 +3,7 @@
 python benchmarks/gpu_run.py shape MODEL FOLDER [--device cuda]    a Hugging Face folder with random weights
 python benchmarks/gpu_run.py raw FOLDER --ranks 3 [--device cuda]  GB/s of a plain broadcast of that many bytes
 python benchmarks/gpu_run.py kill RUN --generator 1 --after 3      kill -9 that generator once step 3 is done
-python benchmarks/gpu_run.py report RUN --raw GBPS                 what the run did; exit code 1 when it lost anything
+python benchmarks/gpu_run.py report RUN --raw GBPS                 what the run did; exit code 1 when it lost anything (0: no raw)
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def report(run: Path, raw_gbps: float) -> bool:
         "sync, ms": 1e3 * mid("sync/total_s"),
         "sync pause, ms": 1e3 * mid("sync/pause_s"),
         "sync, GB/s": mid("sync/bytes") / mid("sync/total_s") / 1e9,
-        "raw broadcast, GB/s": raw_gbps,
+        **({"raw broadcast, GB/s": raw_gbps} if raw_gbps else {}),
         "ledger balance, largest": max(abs(row["ledger/balance"]) for row in rows),
     }
     for name, value in figures.items():

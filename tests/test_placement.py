@@ -5,6 +5,7 @@ import pytest
 from asyncrl.config import ReferenceConfig, ServiceConfig, ServicesConfig
 from asyncrl.launch import hold_port
 from asyncrl.placement import VISIBLE, place
+from asyncrl.shared_gpu import MEMORY_SHARE, WITH_GENERATOR
 
 
 def services(ranks: int, replicas: int, procs: int = 1, **trainer) -> ServicesConfig:
@@ -24,7 +25,8 @@ def test_without_gpus_nobody_sees_one():
 
 def test_the_trainer_gets_the_first_gpus_and_each_generator_its_own():
     placement = place(list("0123"), services(2, 2))
-    assert (placement.trainer[VISIBLE], seen(placement), placement.notes) == ("0,1", ["2", "3"], [])
+    assert (placement.trainer, placement.notes) == ({VISIBLE: "0,1"}, [])
+    assert placement.generators == [{VISIBLE: "2"}, {VISIBLE: "3"}]
 
 
 def test_tensor_parallel_generators_get_several():
@@ -35,15 +37,19 @@ def test_too_few_gpus_are_shared_and_it_is_said():
     placement = place(list("01"), services(1, 3))
     assert seen(placement) == ["1", "1", "1"]
     assert "shared" in placement.notes[0]
-    assert not placement.shared
-    assert place(["0"], services(1, 2)).shared
-    assert seen(place(["0"], services(1, 2))) == ["0", "0"]
+    assert WITH_GENERATOR not in placement.trainer
+    assert {env[MEMORY_SHARE] for env in placement.generators} == {"0.3"}  # three share what one would have
+    one = place(["0"], services(1, 2))
+    assert seen(one) == ["0", "0"]
+    assert one.trainer[WITH_GENERATOR] == "1"
+    assert {env[MEMORY_SHARE] for env in one.generators} == {"0.15"}
 
 
 def test_a_generator_beside_a_trainer_on_all_gpus_keeps_off_the_one_of_rank_0():
     placement = place(list("01"), services(2, 1))
     assert seen(placement) == ["1"]
-    assert not placement.shared
+    assert WITH_GENERATOR not in placement.trainer
+    assert placement.generators[0][MEMORY_SHARE] == "0.3"
     assert "shared" in placement.notes[0]
 
 

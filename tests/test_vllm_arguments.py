@@ -12,6 +12,7 @@ pytestmark = pytest.mark.vllm
 from asyncrl.generation.vllm_args import MANAGED, engine_arguments  # noqa: E402  (needs vLLM)
 from asyncrl.generation.vllm_logits import has_switch  # noqa: E402
 from asyncrl.settings import load, resolve  # noqa: E402
+from asyncrl.shared_gpu import MEMORY_SHARE  # noqa: E402
 
 
 def arguments(folder: Path, *, on_gpu: bool = False, index: int = 0, **overrides: object) -> dict:
@@ -35,6 +36,16 @@ def test_any_other_argument_reaches_vllm_and_wins_over_a_default(tmp_path: Path)
     chosen = arguments(tmp_path, generation__vllm={"gpu_memory_utilization": 0.4, "stream_interval": 1})
     assert chosen["gpu_memory_utilization"] == 0.4
     assert chosen["stream_interval"] == 1
+
+
+def test_a_generator_that_shares_its_gpu_takes_the_part_it_was_told_unless_the_user_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "gpu_memory_utilization" not in arguments(tmp_path, on_gpu=True)
+    monkeypatch.setenv(MEMORY_SHARE, "0.15")
+    assert arguments(tmp_path, on_gpu=True)["gpu_memory_utilization"] == 0.15
+    chosen = arguments(tmp_path, on_gpu=True, generation__vllm={"gpu_memory_utilization": 0.5})
+    assert chosen["gpu_memory_utilization"] == 0.5
 
 
 def test_replicas_differ_in_seed_and_share_the_rest(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import yaml
 
 from asyncrl.generation.vllm_logits import has_switch
 from asyncrl.models import TINY, save_tiny
+from asyncrl.shared_gpu import memory_share
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -56,6 +57,8 @@ def engine_arguments(config: Config, *, index: int, on_gpu: bool) -> dict[str, A
     }
     if not on_gpu:
         defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
+    elif (share := memory_share()) is not None:
+        defaults |= {"gpu_memory_utilization": share}
     ours = {
         "model": model_folder(config, index=index),
         "tensor_parallel_size": config.services.generator.procs,

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from asyncrl.shared_gpu import with_generator
 from asyncrl.weights import ipc
 from asyncrl.weights.messages import JoinSpec
 from asyncrl.weights.store import Watch, WireBroken, bounded, local_address, meet, prefixed
@@ -57,8 +58,12 @@ def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 def resolve_backend(choice: str, device: torch.device) -> str:
-    """`auto` -> nccl for a GPU, gloo for a CPU."""
-    return choice if choice != "auto" else ("nccl" if device.type == "cuda" else "gloo")
+    """`auto` -> nccl for a GPU, ipc for one that a generator shares, gloo for a CPU."""
+    if choice != "auto":
+        return choice
+    if device.type != "cuda":
+        return "gloo"
+    return "ipc" if with_generator() else "nccl"
 
 
 class Wire:

@@ -3,7 +3,7 @@
 python benchmarks/gpu_run.py shape MODEL FOLDER [--device cuda]    a Hugging Face folder with random weights
 python benchmarks/gpu_run.py raw FOLDER --ranks 3 [--device cuda]  GB/s of a plain broadcast of that many bytes
 python benchmarks/gpu_run.py kill RUN --generator 1 --after 3      kill -9 that generator once step 3 is done
-python benchmarks/gpu_run.py report RUN --raw GBPS                 what the run did; exit code 1 when it lost anything (0: no raw)
+python benchmarks/gpu_run.py report RUN --raw GBPS                 what the run did; exit code 1 when it lost anything
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from asyncrl.env import has_demonstrations
 from asyncrl.model_check import check_model
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def check(run: Run) -> None:
         _sampling,
         _addresses,
         _trackers,
+        _warm_up,
         _model,
     ):
         refuse(run)
@@ -114,6 +116,15 @@ def _lengths(run: Run) -> None:
 
 def _model(run: Run) -> None:
     check_model(run.config.model.path)
+
+
+def _warm_up(run: Run) -> None:
+    steps = run.config.training.warmup_sft_steps
+    if steps and not has_demonstrations(run.env):
+        raise ValueError(
+            f"training.warmup_sft_steps is {steps}, and environment {run.config.env['name']!r} has no demonstrations: "
+            "set it to 0, or give the class demonstrations()"
+        )
 
 
 def _proximal(run: Run) -> None:

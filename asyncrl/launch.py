@@ -86,7 +86,8 @@ def _supervise(run: Run, placement: Placement, ranks: RanksRole) -> int:
         print("asyncrl: no step changed the model: loss or gradients were never finite", flush=True)
         return 1
     if code == 130:
-        print(f"stopped; `asyncrl train --resume {run.dir}` continues it", flush=True)
+        again = f"`asyncrl train --resume {run.dir}` continues it" if ranks == "trainer" else "nothing was kept of it"
+        print(f"stopped; {again}", flush=True)
     return code
 
 
@@ -210,7 +211,10 @@ class Supervision:
     def _interrupt(self) -> int:
         """Ctrl-C: a checkpoint from the trainer, then the end of everybody."""
         self._phase("stopping")
-        self.console.note("asyncrl: stopping; the trainer writes a checkpoint (once more Ctrl-C: kill)")
+        kept = (
+            "the trainer writes a checkpoint" if self.ranks == "trainer" else "supervised training keeps no checkpoint"
+        )
+        self.console.note(f"asyncrl: stopping; {kept} (once more Ctrl-C: kill)")
         self.crew.signal(signal.SIGTERM, self.ranks)
         deadline = time.monotonic() + self.limits.stop_timeout_s
         while self.crew.alive(self.ranks) and self.stop.count < 2 and time.monotonic() < deadline:

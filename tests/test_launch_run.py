@@ -210,3 +210,13 @@ def test_supervised_training_is_a_run_of_ranks_alone(launched):
     assert (run.dir / "model" / "config.json").exists()
     assert not (run.dir / "address.json").exists()
     assert nobody_left(run)
+
+
+def test_supervised_training_that_is_stopped_promises_no_resume(launched):
+    run = launched(command="sft")
+    run.until_step(1)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(60) == 130, run.text
+    assert "supervised training keeps no checkpoint" in run.text
+    assert "--resume" not in run.text
+    assert nobody_left(run)

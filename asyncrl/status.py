@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,9 @@ class Poller:
     def _write(self) -> None:
         temporary = self.run_dir / "status.json.part"
         record = {"time": time.time(), "phase": self.phase, "launcher": os.getpid(), "server": self.status}
-        temporary.write_bytes(msgspec.json.encode(record))
-        os.replace(temporary, self.run_dir / "status.json")
+        with suppress(OSError):  # a full disk: what stands there tells its age, and the next second tries again
+            temporary.write_bytes(msgspec.json.encode(record))
+            os.replace(temporary, self.run_dir / "status.json")
 
 
 def describe(run_dir: Path) -> list[str]:

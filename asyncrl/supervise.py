@@ -7,6 +7,7 @@ and speaks to nobody over sockets. One thread calls it.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from asyncrl.guard import MARK, sweep
 from asyncrl.roles import LAUNCHER, describe_exit
 
 LOG_TAIL_LINES = 30
+FULL_BYTES = 1 << 20
+"""A disk with less room than this is full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +168,15 @@ def obituary(child: Child, run_dir: Path) -> str:
         return f"{record.role} {record.index} failed:\n{record.traceback.rstrip()}"
     lines = child.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
     said = "\n".join(lines) if lines else "(it wrote nothing)"
-    return f"{child.spec.name} ended with {how}; the last lines of {child.log}:\n{said}"
+    return f"{child.spec.name} ended with {how}{_why(child, run_dir)}; the last lines of {child.log}:\n{said}"
+
+
+def _why(child: Child, run_dir: Path) -> str:
+    """What a process cannot say itself: that it had no room to, or that it was killed."""
+    if child.process.returncode == -signal.SIGKILL:
+        return ", which the kernel does when memory runs out"
+    full = child.process.returncode > 0 and shutil.disk_usage(run_dir).free < FULL_BYTES
+    return f": no space is left on the disk of {run_dir}" if full else ""
 
 
 def _kill_group(pid: int) -> None:

@@ -130,6 +130,12 @@ def test_the_longest_wait_comes_first():
     assert [w["who"] for w in waiting(waits, at_least_s=1.0)] == ["b", "a"]
 
 
+def test_a_status_that_cannot_be_written_ends_nothing(tmp_path):
+    with Poller(tmp_path / "gone") as poller:
+        poller.phase = "failed"
+    assert poller.phase == "failed"
+
+
 def test_the_status_of_a_real_server_is_kept_and_described(run):
     server, stop = open_server(run, bind="tcp://127.0.0.1:*"), threading.Event()
     thread = threading.Thread(target=server.run, args=(stop,), daemon=True)

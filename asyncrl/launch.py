@@ -79,7 +79,9 @@ def _supervise(run: Run, placement: Placement, ranks: RanksRole) -> int:
         except RunFailed as failure:
             poller.phase = "failed"
             console.note(f"asyncrl: {failure}")
-            console.note(f"asyncrl: the run failed; everything it wrote is in {run.dir}")
+            kept = ranks == "trainer" and any(run.dir.glob("checkpoints/step-*/COMPLETE"))
+            again = f"; `asyncrl train --resume {run.dir}` continues it" if kept else ""
+            console.note(f"asyncrl: the run failed; everything it wrote is in {run.dir}{again}")
             return 1
     print("\n".join(summarise(run.dir)), flush=True)
     if code == 0 and changed_nothing(run.dir, minibatches=run.config.training.minibatches):

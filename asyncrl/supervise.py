@@ -144,6 +144,8 @@ class ErrorRecord(msgspec.Struct):
     traceback: str
     at: float
     """time.monotonic()."""
+    line: str = ""
+    """The error in one line, for a person who needs no traceback."""
 
 
 def first_error(run_dir: Path, *, since: float = 0.0, name: str = "*-*") -> ErrorRecord | None:
@@ -164,6 +166,8 @@ def obituary(child: Child, run_dir: Path) -> str:
     how, own = describe_exit(child.process.returncode), f"{child.spec.role}-{child.spec.index}"
     by_signal = child.process.returncode < 0  # then other errors are of those it left in the lurch
     record = first_error(run_dir, since=child.started, name=own if by_signal else "*-*")
+    if record is not None and record.line:
+        return f"{record.role} {record.index} ended the run: {record.line}"
     if record is not None:
         return f"{record.role} {record.index} failed:\n{record.traceback.rstrip()}"
     lines = child.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]

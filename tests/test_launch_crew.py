@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from asyncrl.guard import MARK, members
+from asyncrl.replay.ledger import EndlessRejection
 from asyncrl.roles import describe_exit, write_error
 from asyncrl.supervise import Backoff, Crew, Spec, clear_errors, first_error, obituary
 
@@ -121,6 +122,15 @@ def test_an_obituary_holds_the_traceback_or_else_the_end_of_the_log(tmp_path):
     assert "last words" in text
     write_error(tmp_path, "generator", 0, ValueError("what it was"))
     assert "ValueError: what it was" in obituary(dead, tmp_path)
+
+
+def test_an_error_that_says_all_there_is_to_say_is_shown_without_its_traceback(tmp_path):
+    with Crew(tmp_path) as crew:
+        crew.start(script("import sys; sys.exit(1)", role="replay"))
+        (dead,) = until(crew.take_dead)
+    write_error(tmp_path, "replay", 0, EndlessRejection("40 leases in a row"))
+    assert obituary(dead, tmp_path) == "replay 0 ended the run: 40 leases in a row"
+    assert "EndlessRejection: 40 leases" in first_error(tmp_path).traceback
 
 
 def test_a_process_that_had_no_room_to_say_why_it_failed_is_spoken_for(tmp_path, monkeypatch):

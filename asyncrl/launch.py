@@ -114,7 +114,9 @@ class Supervision:
         self.ranks, self.address = ranks, ""
         self.ranks_left = run.config.services.trainer.procs
         self.warned: dict[str, float] = {}
-        self.notices = Notices()
+        self.notices = Notices(
+            full_marks=run.env.full_marks, n_samples=run.algo.n_samples, batch_size=run.config.training.batch_size
+        )
 
     def run(self) -> int:
         """Consumes: exits and signals. Waits for: the trainer's end. Produces: restarts, the display, an exit code."""

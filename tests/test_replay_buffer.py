@@ -309,7 +309,7 @@ def test_endless_rejection_ends_with_a_name() -> None:
     [
         ("filtered", "too hard or too easy"),
         ("too_long", "raise training.seq_len"),
-        ("rollout_error", "asyncrl envs check"),
+        ("rollout_error", "envs check"),
     ],
 )
 def test_endless_rejection_says_what_may_be_done_about_this_reason_alone(reason: str, remedy: str) -> None:

@@ -127,6 +127,8 @@ def envs(args: Arguments) -> int:
     imports = args.overrides.pop("imports", [])
     if args.names[:1] == ["check"] and len(args.names) == 2:
         return _check_environment(args.names[1], args.overrides, imports)
+    if args.names[:1] == ["check"]:
+        raise ValueError("asyncrl envs check takes one environment, as in `asyncrl envs check sort_digits`")
     import_all(imports)
     _no_overrides(args)
     if args.names:

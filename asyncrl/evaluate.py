@@ -32,6 +32,7 @@ from asyncrl.generation.evaluation import (
 )
 from asyncrl.generation.local import LocalEngine
 from asyncrl.generation.rewards import RewardPool
+from asyncrl.launch import make_folder
 from asyncrl.model_check import check_model
 from asyncrl.models import load_tokenizer
 from asyncrl.settings import Run
@@ -55,6 +56,7 @@ def of_trained(run_dir: str, overrides: Mapping[str, Any]) -> Run:
 def evaluate_run(run: Run) -> int:
     """Evaluate, print, write; returns an exit code: 1 when not a single response got a reward."""
     check_model(run.config.model.path)
+    make_folder(Path(str(run.config.run_dir)))
     run = for_evaluation(run, Path(str(run.config.run_dir)))
     run.env.check()
     started = time.monotonic()

@@ -107,6 +107,11 @@ class Poller:
             os.replace(temporary, self.run_dir / "status.json")
 
 
+def _last(row: Row) -> str:
+    shown = {"reward": row.get("reward/mean"), "loss": row.get("sft/loss")}
+    return ", ".join([f"last step {row['step']}", *(f"{name} {v:.3f}" for name, v in shown.items() if v is not None)])
+
+
 def describe(run_dir: Path) -> list[str]:
     """`asyncrl status RUN` as lines. Raises ValueError when the folder holds no run."""
     path = run_dir / "status.json"
@@ -121,7 +126,7 @@ def describe(run_dir: Path) -> list[str]:
         lines += _server_lines(server, age_s)
     rows = read_rows(run_dir)
     if rows:
-        lines.append(f"last step {rows[-1]['step']}, reward {rows[-1].get('reward/mean')}")
+        lines.append(_last(rows[-1]))
     return lines
 
 

@@ -36,6 +36,13 @@ def test_a_key_that_the_algorithm_does_not_use_is_refused(capsys):
     assert "clip_high" in err
 
 
+def test_help_and_what_is_missing_are_heard_anywhere_in_the_line(capsys):
+    assert run(capsys, "train", "--algo", "dapo", "-h")[1] == run(capsys, "train", "--algo", "dapo", "--help")[1]
+    code, _, err = run(capsys, "envs", "check")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "envs check takes one environment" in err
+
+
 @pytest.mark.parametrize("argv", [["trian"], ["plot"], ["plot", "/nowhere"], ["train", "stray"], ["train", "--config"]])
 def test_bad_input_is_exit_code_2_and_one_line(capsys, argv):
     code, _, err = run(capsys, *argv)
@@ -265,12 +272,15 @@ def test_files_and_folders_that_cannot_be_used_are_one_line(capsys, tmp_path):
     twice.write_text("seed: 1\ntraining: {steps: 3}\nseed: 2\n")
     binary.write_bytes(b"\xff\xfe\x00")
     taken.write_text("a file")
+    for command in ("train", "eval"):
+        code, _, err = run(capsys, command, "--run-dir", "/proc/none")
+        assert (code, err.count("\n")) == (2, 1)
+        assert "the run folder /proc/none cannot be used" in err
     for argv, said in (
         (["--config", str(twice)], "the key 'seed' appears twice"),
         (["--config", str(binary)], "binary.yaml cannot be read"),
         (["--config", str(tmp_path)], "cannot be read: [Errno 21]"),
         (["--run-dir", str(taken)], f"the run folder {taken} cannot be used"),
-        (["--run-dir", "/proc/none"], "the run folder /proc/none cannot be used"),
     ):
         code, _, err = run(capsys, "train", *argv)
         assert (code, err.count("\n")) == (2, 1)

@@ -16,7 +16,7 @@ from asyncrl.model_check import check_model
 if TYPE_CHECKING:
     from asyncrl.settings import Run
 
-TRACKERS = ("console", "jsonl", "wandb")
+TRACKERS = ("console", "jsonl", "wandb", "tensorboard")
 MAX_REFERENCES = 32
 """The replay server keeps the address of each (replay/service.py, MAX_ANNOUNCED)."""
 
@@ -208,8 +208,8 @@ def _trackers(run: Run) -> None:
     for name in run.config.metrics.trackers:
         if name not in TRACKERS:
             raise ValueError(f"metrics.trackers: there is no tracker {name!r} (known: {', '.join(TRACKERS)})")
-        if name == "wandb" and not _installed("wandb"):
-            raise ValueError("metrics.trackers names wandb, which is not installed: pip install 'asyncrl[wandb]'")
+        if name in ("wandb", "tensorboard") and not _installed(name):
+            raise ValueError(f"metrics.trackers names {name}, which is not installed: pip install 'asyncrl[{name}]'")
 
 
 def _installed(module: str) -> Any:

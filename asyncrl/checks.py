@@ -195,6 +195,8 @@ def _addresses(run: Run) -> None:
         ("weights.bind", config.weights.bind),
         ("services.ref_model.bind", config.services.ref_model.bind),
     ):
+        if not address.startswith(("tcp://", "ipc://")):
+            raise ValueError(f"{key}: expected tcp://HOST:PORT (* for any port) or ipc://FILE, got {address!r}")
         host = urlsplit(address.replace("*", "0")).hostname or ""
         loopback = host in {"localhost", "::1"} or host.startswith("127.") or not address.startswith("tcp://")
         if not loopback and run.config.replay.keys is None:

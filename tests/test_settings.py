@@ -213,3 +213,11 @@ def test_a_key_by_the_name_that_it_has_elsewhere_is_answered_with_ours():
     ):
         with pytest.raises(ValueError, match=rf"^unknown key '{name}'; here it is '{ours}'$"):
             resolve(load(None, {name: "1"}))
+
+
+@pytest.mark.parametrize("key", ["replay.bind", "weights.bind", "services.ref_model.bind"])
+def test_an_address_that_is_none_is_refused_with_what_one_looks_like(key):
+    for address in ("foo", "127.0.0.1:5000", "http://127.0.0.1:5000"):
+        with pytest.raises(ValueError, match=rf"^{key}: expected tcp://HOST:PORT .* got '{address}'$"):
+            check(resolve(load(None, {key: address})))
+    check(resolve(load(None, {key: "tcp://127.0.0.1:*"})))

@@ -62,11 +62,20 @@ def evaluate_run(run: Run) -> int:
     started = time.monotonic()
     responses = asyncio.run(_evaluate(run))
     estimates = summarise(responses, full_marks=run.env.full_marks)
+    _keep_former(run.dir)
     write_responses(str(run.dir / "responses.jsonl"), responses)
     figures = {name: {"mean": e.mean, "half_width": e.half_width} for name, e in estimates.items()}
     (run.dir / "eval.json").write_bytes(msgspec.json.encode(figures) + b"\n")
     print("\n".join(_report(run, responses, estimates, time.monotonic() - started)))
     return 1 if all(response.failed for response in responses) else 0
+
+
+def _keep_former(folder: Path) -> None:
+    """What an earlier evaluation left becomes eval.000.json and responses.000.jsonl, then 001, ..."""
+    number = len(list(folder.glob("eval.*.json")))
+    for name, suffix in (("responses", "jsonl"), ("eval", "json")):
+        if (path := folder / f"{name}.{suffix}").exists():
+            path.rename(folder / f"{name}.{number:03}.{suffix}")
 
 
 async def _evaluate(run: Run) -> list[Response]:

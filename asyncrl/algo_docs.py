@@ -36,6 +36,9 @@ TRUST_REGIONS = {
 }
 """What bounds the step, by objective; filled in with the preset's own bounds."""
 
+OWN = "its own"
+"""A stage that the class writes itself."""
+
 
 def table() -> list[dict[str, str]]:
     """One row per algorithm: name, objective, advantages, aggregation, trust region, paper."""
@@ -55,10 +58,10 @@ def _row(name: str, cls: type[Algorithm]) -> dict[str, str]:
     own = checks.writes_own_loss(algo) or checks.writes_own_objective(algo)
     return {
         "name": name,
-        "objective": "its own" if own else algo.objective,
-        "advantages": algo.advantage,
+        "objective": OWN if own else algo.objective,
+        "advantages": OWN if checks.writes_own_advantages(algo) else algo.advantage,
         "aggregation": algo.aggregation,
-        "trust region": "its own" if own else _trust_region(algo),
+        "trust region": OWN if own else _trust_region(algo),
         "paper": _paper(cls),
     }
 
@@ -86,22 +89,29 @@ def _formula(cls: type[Algorithm]) -> str:
 
 
 def _stages(algo: Algorithm) -> str:
-    lines: list[tuple[str, str, str | None]] = [
-        ("advantage", algo.advantage, inspect.getdoc(ADVANTAGES[algo.advantage]))
+    lines = [
+        ("advantage", OWN, type(algo).advantages.__doc__)
+        if checks.writes_own_advantages(algo)
+        else ("advantage", algo.advantage, inspect.getdoc(ADVANTAGES[algo.advantage]))
     ]
-    if not checks.writes_own_loss(algo):
+    if checks.writes_own_loss(algo):
+        lines.append(("loss", OWN, type(algo).loss.__doc__))
+        return "\n".join(_item(f"{stage} = {name}", text or "") for stage, name, text in lines)
+    if checks.writes_own_objective(algo):
+        lines.append(("objective", OWN, type(algo).surrogate.__doc__))
+    else:
         lines.append(("objective", algo.objective, inspect.getdoc(OBJECTIVES[algo.objective])))
-        if algo.correction != "none":
-            lines.append(("correction", algo.correction, inspect.getdoc(CORRECTIONS[algo.correction])))
+    if algo.correction != "none":
+        lines.append(("correction", algo.correction, inspect.getdoc(CORRECTIONS[algo.correction])))
     return "\n".join(_item(f"{stage} = {name}", text or "") for stage, name, text in lines)
 
 
 def _keys(cls: type[Algorithm], algo: Algorithm) -> str:
     docs, used = field_docs(cls), checks.used_keys(algo)
-    bounds = set(checks.all_stage_keys())
+    stages, silent = set(checks.all_stage_keys()), set(checks.without_effect(algo))
     lines = []
     for field in msgspec.structs.fields(cls):
-        if field.name in bounds and field.name not in used:
+        if field.name in silent or (field.name in stages and field.name not in used):
             continue  # belongs to a stage that this preset does not choose
         value = used.get(field.name, getattr(algo, field.name))
         lines.append(_item(f"--algo.{field.name} {value}", docs.get(field.name, "")))

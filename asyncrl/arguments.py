@@ -69,7 +69,7 @@ def _option(args: Arguments, word: str, rest: list[str]) -> None:
 
 def _values(rest: list[str], *, most: int | None) -> list[str]:
     values: list[str] = []
-    while rest and not rest[0].startswith("--") and (most is None or len(values) < most):
+    while rest and rest[0] != "-h" and not rest[0].startswith("--") and (most is None or len(values) < most):
         values.append(rest.pop(0))
     return values
 

@@ -10,12 +10,13 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from asyncrl.env import has_demonstrations
 from asyncrl.model_check import check_model
 
 if TYPE_CHECKING:
     from asyncrl.settings import Run
 
-TRACKERS = ("console", "jsonl", "wandb")
+TRACKERS = ("console", "jsonl", "wandb", "tensorboard")
 MAX_REFERENCES = 32
 """The replay server keeps the address of each (replay/service.py, MAX_ANNOUNCED)."""
 
@@ -33,6 +34,7 @@ def check(run: Run) -> None:
         _sampling,
         _addresses,
         _trackers,
+        _warm_up,
         _model,
     ):
         refuse(run)
@@ -116,6 +118,15 @@ def _model(run: Run) -> None:
     check_model(run.config.model.path)
 
 
+def _warm_up(run: Run) -> None:
+    steps = run.config.training.warmup_sft_steps
+    if steps and not has_demonstrations(run.env):
+        raise ValueError(
+            f"training.warmup_sft_steps is {steps}, and environment {run.config.env['name']!r} has no demonstrations: "
+            "set it to 0, or give the class demonstrations()"
+        )
+
+
 def _proximal(run: Run) -> None:
     if run.algo.needs().proximal and run.config.training.minibatches == 1:
         raise ValueError(
@@ -184,6 +195,8 @@ def _addresses(run: Run) -> None:
         ("weights.bind", config.weights.bind),
         ("services.ref_model.bind", config.services.ref_model.bind),
     ):
+        if not address.startswith(("tcp://", "ipc://")):
+            raise ValueError(f"{key}: expected tcp://HOST:PORT (* for any port) or ipc://FILE, got {address!r}")
         host = urlsplit(address.replace("*", "0")).hostname or ""
         loopback = host in {"localhost", "::1"} or host.startswith("127.") or not address.startswith("tcp://")
         if not loopback and run.config.replay.keys is None:
@@ -197,8 +210,8 @@ def _trackers(run: Run) -> None:
     for name in run.config.metrics.trackers:
         if name not in TRACKERS:
             raise ValueError(f"metrics.trackers: there is no tracker {name!r} (known: {', '.join(TRACKERS)})")
-        if name == "wandb" and not _installed("wandb"):
-            raise ValueError("metrics.trackers names wandb, which is not installed: pip install 'asyncrl[wandb]'")
+        if name in ("wandb", "tensorboard") and not _installed(name):
+            raise ValueError(f"metrics.trackers names {name}, which is not installed: pip install 'asyncrl[{name}]'")
 
 
 def _installed(module: str) -> Any:

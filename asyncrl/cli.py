@@ -63,12 +63,20 @@ def sft(args: Arguments) -> int:
 def _run(args: Arguments, *, ranks: Literal["trainer", "sft"]) -> int:
     if "help" in args.flags:
         return _help(args.command, args)
+    from asyncrl.env import has_demonstrations
     from asyncrl.settings import check, dump, load, resolve, resume
 
     _no_names(args)
     again = args.options.get("resume")
     run = resume(again, args.overrides) if again else resolve(load(args.options.get("config"), args.overrides))
+    if again:
+        _refuse_supervised(run.dir, ranks)
     check(run)
+    if ranks == "sft" and not has_demonstrations(run.env):
+        raise ValueError(
+            f"asyncrl sft trains on an environment's demonstrations, and {run.config.env['name']!r} has none: give its "
+            "class demonstrations(), or choose another --env"
+        )
     if "dry_run" in args.flags:
         print(dump(run), end="")
         return 0
@@ -79,6 +87,22 @@ def _run(args: Arguments, *, ranks: Literal["trainer", "sft"]) -> int:
     from asyncrl.launch import launch
 
     return launch(run, ranks=ranks)
+
+
+def _refuse_supervised(run_dir: Path, ranks: Literal["trainer", "sft"]) -> None:
+    """A resume on either side of supervised training would begin anew, over the figures and the model there are."""
+    from asyncrl.metrics import read_rows
+
+    if ranks == "sft":
+        raise ValueError(
+            f"asyncrl sft keeps no checkpoints, so --resume {run_dir} has none to continue from: start it again in a "
+            "new folder, with --model FOLDER on top of a model"
+        )
+    if any("sft/loss" in row and row["step"] for row in read_rows(run_dir)):
+        raise ValueError(
+            f"--resume {run_dir}: that was supervised training; start from its model in a new run: "
+            f"--model {run_dir / 'model'}"
+        )
 
 
 def algos(args: Arguments) -> int:
@@ -103,6 +127,8 @@ def envs(args: Arguments) -> int:
     imports = args.overrides.pop("imports", [])
     if args.names[:1] == ["check"] and len(args.names) == 2:
         return _check_environment(args.names[1], args.overrides, imports)
+    if args.names[:1] == ["check"]:
+        raise ValueError("asyncrl envs check takes one environment, as in `asyncrl envs check sort_digits`")
     import_all(imports)
     _no_overrides(args)
     if args.names:

@@ -291,7 +291,7 @@ class MetricsConfig(Section):
     """Where figures go."""
 
     trackers: list[str] = msgspec.field(default_factory=lambda: ["console", "jsonl"])
-    """Any of console, jsonl, wandb."""
+    """Any of console, jsonl, wandb, tensorboard."""
     samples_per_step: Whole = 2
     """Episodes per step written to samples.jsonl."""
     wandb_project: str = "asyncrl"

@@ -82,7 +82,7 @@ def _table_rows(config: DatasetConfig, table: Any, seed: int, start: int) -> Ite
     _require_columns(config, table.column_names)
     if config.limit is not None and config.limit < len(table):
         table = table.select(range(config.limit))
-    usable = Checked(config).usable(table)
+    usable = _usable(config, table)
     size = len(table) if usable is None else len(usable)
     if not size:
         raise ValueError(_no_rows(config, skipped=len(table)))
@@ -92,6 +92,15 @@ def _table_rows(config: DatasetConfig, table: Any, seed: int, start: int) -> Ite
         first = max(0, start - epoch * size)
         for offset in range(first, size):
             yield epoch * size + offset, table[int(order[offset])]
+
+
+def _usable(config: DatasetConfig, table: Any) -> np.ndarray | None:
+    from pyarrow import ArrowInvalid  # it comes with datasets
+
+    try:
+        return Checked(config).usable(table)
+    except ArrowInvalid as error:  # text that is no UTF-8 is found as it is read
+        raise ValueError(_unreadable(config, error)) from error
 
 
 def _stream_rows(config: DatasetConfig, stream: Any, seed: int, start: int) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -149,6 +158,10 @@ def _open(config: DatasetConfig) -> Any:
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it logs what it raises
     path = Path(config.path).expanduser()
     single = path.suffix in FORMATS
+    if path.is_file() and not single:  # the library would look for it on the hub
+        raise ValueError(
+            f"dataset.path {config.path!r}: expected a file named {', '.join(FORMATS)}; unpack or rename it"
+        )
     if single and path.is_file() and is_blank(path):
         raise ValueError(_no_rows(config))
     try:

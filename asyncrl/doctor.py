@@ -22,7 +22,7 @@ import psutil
 
 Level = Literal["ok", "note", "bad"]
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "msgspec", "pyzmq", "safetensors")
-EXTRAS = ("vllm", "wandb", "peft", "datasets", "math-verify")
+EXTRAS = ("vllm", "wandb", "tensorboard", "peft", "datasets", "math-verify")
 GIB = 1 << 30
 
 

@@ -130,6 +130,12 @@ class Env(msgspec.Struct, kw_only=True, dict=True):
         raise NotImplementedError(f"{type(self).__name__} has no demonstrations: set training.warmup_sft_steps to 0")
 
 
+def has_demonstrations(env: Env | type[Env]) -> bool:
+    """Whether its class defines them; a mixture does, and asks its components only when it is read."""
+    cls = env if isinstance(env, type) else type(env)
+    return cls.demonstrations is not Env.demonstrations
+
+
 E = TypeVar("E", bound=Env)
 
 

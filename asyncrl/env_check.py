@@ -214,9 +214,11 @@ async def _rollouts(report: Report, env: Env, prompts: list[Prompt]) -> None:
         played, episode, seconds = await _played(report, env, prompt, reference, "its reference response")
         _masks(played, episode, prompt)
         if not math.isclose(episode.reward, env.full_marks, abs_tol=1e-6):
+            more = "; if those are full marks, set `full_marks: ClassVar = ...` in the class"
             raise Broken(
                 f"prompt {prompt.id}: its own reference response scores {episode.reward:g}, not {env.full_marks:g}"
                 f"; the response was {reference!r}, the target {prompt.target!r}"
+                + (more if episode.reward > env.full_marks else "")
             )
     if known:
         report.add("ok", f"rewards: {len(known)} reference responses score {env.full_marks:g}")

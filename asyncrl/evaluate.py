@@ -32,6 +32,7 @@ from asyncrl.generation.evaluation import (
 )
 from asyncrl.generation.local import LocalEngine
 from asyncrl.generation.rewards import RewardPool
+from asyncrl.launch import make_folder
 from asyncrl.model_check import check_model
 from asyncrl.models import load_tokenizer
 from asyncrl.settings import Run
@@ -55,16 +56,26 @@ def of_trained(run_dir: str, overrides: Mapping[str, Any]) -> Run:
 def evaluate_run(run: Run) -> int:
     """Evaluate, print, write; returns an exit code: 1 when not a single response got a reward."""
     check_model(run.config.model.path)
+    make_folder(Path(str(run.config.run_dir)))
     run = for_evaluation(run, Path(str(run.config.run_dir)))
     run.env.check()
     started = time.monotonic()
     responses = asyncio.run(_evaluate(run))
     estimates = summarise(responses, full_marks=run.env.full_marks)
+    _keep_former(run.dir)
     write_responses(str(run.dir / "responses.jsonl"), responses)
     figures = {name: {"mean": e.mean, "half_width": e.half_width} for name, e in estimates.items()}
     (run.dir / "eval.json").write_bytes(msgspec.json.encode(figures) + b"\n")
     print("\n".join(_report(run, responses, estimates, time.monotonic() - started)))
     return 1 if all(response.failed for response in responses) else 0
+
+
+def _keep_former(folder: Path) -> None:
+    """What an earlier evaluation left becomes eval.000.json and responses.000.jsonl, then 001, ..."""
+    number = len(list(folder.glob("eval.*.json")))
+    for name, suffix in (("responses", "jsonl"), ("eval", "json")):
+        if (path := folder / f"{name}.{suffix}").exists():
+            path.rename(folder / f"{name}.{number:03}.{suffix}")
 
 
 async def _evaluate(run: Run) -> list[Response]:

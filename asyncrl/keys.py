@@ -20,6 +20,41 @@ Tree = dict[str, Any]
 
 _NONE = {"none", "null"}
 
+ELSEWHERE = {
+    "lr": "training.learning_rate",
+    "train_batch_size": "training.batch_size",
+    "per_device_train_batch_size": "training.batch_size",
+    "mini_batch_size": "training.minibatches",
+    "ppo_mini_batch_size": "training.minibatches",
+    "grad_clip": "training.max_grad_norm",
+    "bf16": "training.dtype",
+    "lora_r": "training.lora.rank",
+    "lora_rank": "training.lora.rank",
+    "lora_alpha": "training.lora.alpha",
+    "num_train_epochs": "dataset.epochs",
+    "total_epochs": "dataset.epochs",
+    "num_generations": "algo.n_samples",
+    "group_size": "algo.n_samples",
+    "temperature": "algo.temperature",
+    "epsilon": "algo.clip_low",
+    "epsilon_high": "algo.clip_high",
+    "clip_ratio_low": "algo.clip_low",
+    "clip_ratio_high": "algo.clip_high",
+    "kl_coef": "algo.beta",
+    "kl_loss_coef": "algo.beta",
+    "max_completion_length": "generation.max_tokens",
+    "max_new_tokens": "generation.max_tokens",
+    "response_length": "generation.max_tokens",
+    "tensor_parallel_size": "services.generator.procs",
+    "tensor_model_parallel_size": "services.generator.procs",
+    "save_steps": "checkpoint.every",
+    "save_freq": "checkpoint.every",
+    "report_to": "metrics.trackers",
+    "output_dir": "run_dir",
+    "reward_funcs": "env.reward",
+}
+"""What other libraries call a key -> the key, for those whose nearest neighbour here would be a wrong one or none."""
+
 
 def is_struct(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
@@ -76,6 +111,8 @@ def check_known(tree: Mapping[str, Any], struct: type, *, prefix: str = "", know
     for key, value in tree.items():
         path = f"{prefix}{key}"
         if key not in fields:
+            if key in ELSEWHERE:
+                raise ValueError(f"unknown key {path!r}; here it is {ELSEWHERE[key]!r}")
             sections = [f"{prefix}{name}" for name, kind in fields.items() if is_struct(kind)]
             near = difflib.get_close_matches(path, sections, n=1, cutoff=0.8)  # a section has no leaf of its name
             raise ValueError(f"unknown key {path!r}{nearest(path, near or known)}")

@@ -74,14 +74,17 @@ def _supervise(run: Run, placement: Placement, ranks: RanksRole) -> int:
         except RunFailed as failure:
             poller.phase = "failed"
             console.note(f"asyncrl: {failure}")
-            console.note(f"asyncrl: the run failed; everything it wrote is in {run.dir}")
+            kept = ranks == "trainer" and any(run.dir.glob("checkpoints/step-*/COMPLETE"))
+            again = f"; `asyncrl train --resume {run.dir}` continues it" if kept else ""
+            console.note(f"asyncrl: the run failed; everything it wrote is in {run.dir}{again}")
             return 1
     print("\n".join(summarise(run.dir)), flush=True)
     if code == 0 and changed_nothing(run.dir, minibatches=run.config.training.minibatches):
         print("asyncrl: no step changed the model: loss or gradients were never finite", flush=True)
         return 1
     if code == 130:
-        print(f"stopped; `asyncrl train --resume {run.dir}` continues it", flush=True)
+        again = f"`asyncrl train --resume {run.dir}` continues it" if ranks == "trainer" else "nothing was kept of it"
+        print(f"stopped; {again}", flush=True)
     return code
 
 
@@ -106,7 +109,9 @@ class Supervision:
         self.ranks, self.address = ranks, ""
         self.ranks_left = run.config.services.trainer.procs
         self.warned: dict[str, float] = {}
-        self.notices = Notices()
+        self.notices = Notices(
+            full_marks=run.env.full_marks, n_samples=run.algo.n_samples, batch_size=run.config.training.batch_size
+        )
 
     def run(self) -> int:
         """Consumes: exits and signals. Waits for: the trainer's end. Produces: restarts, the display, an exit code."""
@@ -205,7 +210,10 @@ class Supervision:
     def _interrupt(self) -> int:
         """Ctrl-C: a checkpoint from the trainer, then the end of everybody."""
         self._phase("stopping")
-        self.console.note("asyncrl: stopping; the trainer writes a checkpoint (once more Ctrl-C: kill)")
+        kept = (
+            "the trainer writes a checkpoint" if self.ranks == "trainer" else "supervised training keeps no checkpoint"
+        )
+        self.console.note(f"asyncrl: stopping; {kept} (once more Ctrl-C: kill)")
         self.crew.signal(signal.SIGTERM, self.ranks)
         deadline = time.monotonic() + self.limits.stop_timeout_s
         while self.crew.alive(self.ranks) and self.stop.count < 2 and time.monotonic() < deadline:

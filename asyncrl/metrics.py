@@ -15,17 +15,20 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
-from asyncrl.trackers import JsonlTracker, Trackers, WandbTracker
+from asyncrl.trackers import JsonlTracker, TensorboardTracker, Tracker, Trackers, WandbTracker
 
 if TYPE_CHECKING:
     from asyncrl.settings import Run
+
+OTHERS: dict[str, Callable[[Run], Tracker]] = {"wandb": WandbTracker, "tensorboard": TensorboardTracker}
+"""Trackers beside the JSON lines, by their name in metrics.trackers."""
 
 
 class Timer:
@@ -109,8 +112,8 @@ def open_trackers(run: Run, *, step: int = 0) -> Trackers:
     The console is drawn by the launcher from metrics.jsonl.
     """
     metrics = JsonlTracker(run.dir, after_step=step)
-    others = {"wandb": WandbTracker} if "wandb" in run.config.metrics.trackers else {}
-    return Trackers(metrics, {name: make(run) for name, make in others.items()}, run.config.metrics.samples_per_step)
+    others = {name: make(run) for name, make in OTHERS.items() if name in run.config.metrics.trackers}
+    return Trackers(metrics, others, run.config.metrics.samples_per_step)
 
 
 class Evaluated:

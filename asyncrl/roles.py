@@ -24,6 +24,7 @@ from typing import NoReturn
 import msgspec
 
 from asyncrl.memory import keep_freed_memory
+from asyncrl.replay.ledger import EndlessRejection
 from asyncrl.replay.server import read_address
 from asyncrl.settings import Run, load_run
 
@@ -75,11 +76,13 @@ def die_with_parent() -> None:
 
 
 def write_error(run_dir: Path, role: str, index: int, error: BaseException) -> None:
-    """What the launcher prints: the traceback of the first failure wins, by a clock that nobody sets."""
+    """What the launcher prints: the traceback of the first failure wins, by a clock that nobody sets; or its text alone
+    where that says all there is to say."""
     folder = run_dir / "errors"
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join(traceback.format_exception(error))
-    record = {"role": role, "index": index, "traceback": text, "at": time.monotonic()}
+    line = str(error) if isinstance(error, EndlessRejection) else ""
+    record = {"role": role, "index": index, "traceback": text, "line": line, "at": time.monotonic()}
     temporary = folder / f".{role}-{index}.part"
     temporary.write_bytes(msgspec.json.encode(record))
     os.replace(temporary, folder / f"{role}-{index}.json")

@@ -26,7 +26,7 @@ from asyncrl.checks import check
 from asyncrl.config import Config
 from asyncrl.data import with_dataset
 from asyncrl.demo import TINY
-from asyncrl.env import Env
+from asyncrl.env import Env, has_demonstrations
 from asyncrl.registry import ALGOS, ENVS, import_user_module
 
 __all__ = [
@@ -83,8 +83,7 @@ def _tiny_of_env(tree: keys.Tree) -> keys.Tree:
     import_all(tree.get("imports") or [])
     env = tree.get("env")
     cls = _env_class(str(env.get("name", ""))) if isinstance(env, Mapping) else Env  # convert() says what is wrong
-    warmed = cls.demonstrations is not Env.demonstrations
-    return keys.merge({} if warmed else {"training": {"warmup_sft_steps": 0}}, cls.tiny)
+    return keys.merge({} if has_demonstrations(cls) else {"training": {"warmup_sft_steps": 0}}, cls.tiny)
 
 
 def resolve(config: Config) -> Run:

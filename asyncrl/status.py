@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,14 @@ class Poller:
     def _write(self) -> None:
         temporary = self.run_dir / "status.json.part"
         record = {"time": time.time(), "phase": self.phase, "launcher": os.getpid(), "server": self.status}
-        temporary.write_bytes(msgspec.json.encode(record))
-        os.replace(temporary, self.run_dir / "status.json")
+        with suppress(OSError):  # a full disk: what stands there tells its age, and the next second tries again
+            temporary.write_bytes(msgspec.json.encode(record))
+            os.replace(temporary, self.run_dir / "status.json")
+
+
+def _last(row: Row) -> str:
+    shown = {"reward": row.get("reward/mean"), "loss": row.get("sft/loss")}
+    return ", ".join([f"last step {row['step']}", *(f"{name} {v:.3f}" for name, v in shown.items() if v is not None)])
 
 
 def describe(run_dir: Path) -> list[str]:
@@ -119,7 +126,7 @@ def describe(run_dir: Path) -> list[str]:
         lines += _server_lines(server, age_s)
     rows = read_rows(run_dir)
     if rows:
-        lines.append(f"last step {rows[-1]['step']}, reward {rows[-1].get('reward/mean')}")
+        lines.append(_last(rows[-1]))
     return lines
 
 

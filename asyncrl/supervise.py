@@ -7,6 +7,7 @@ and speaks to nobody over sockets. One thread calls it.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from asyncrl.guard import MARK, sweep
 from asyncrl.roles import LAUNCHER, describe_exit
 
 LOG_TAIL_LINES = 30
+FULL_BYTES = 1 << 20
+"""A disk with less room than this is full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +144,8 @@ class ErrorRecord(msgspec.Struct):
     traceback: str
     at: float
     """time.monotonic()."""
+    line: str = ""
+    """The error in one line, for a person who needs no traceback."""
 
 
 def first_error(run_dir: Path, *, since: float = 0.0, name: str = "*-*") -> ErrorRecord | None:
@@ -161,11 +166,21 @@ def obituary(child: Child, run_dir: Path) -> str:
     how, own = describe_exit(child.process.returncode), f"{child.spec.role}-{child.spec.index}"
     by_signal = child.process.returncode < 0  # then other errors are of those it left in the lurch
     record = first_error(run_dir, since=child.started, name=own if by_signal else "*-*")
+    if record is not None and record.line:
+        return f"{record.role} {record.index} ended the run: {record.line}"
     if record is not None:
         return f"{record.role} {record.index} failed:\n{record.traceback.rstrip()}"
     lines = child.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
     said = "\n".join(lines) if lines else "(it wrote nothing)"
-    return f"{child.spec.name} ended with {how}; the last lines of {child.log}:\n{said}"
+    return f"{child.spec.name} ended with {how}{_why(child, run_dir)}; the last lines of {child.log}:\n{said}"
+
+
+def _why(child: Child, run_dir: Path) -> str:
+    """What a process cannot say itself: that it had no room to, or that it was killed."""
+    if child.process.returncode == -signal.SIGKILL:
+        return ", which the kernel does when memory runs out"
+    full = child.process.returncode > 0 and shutil.disk_usage(run_dir).free < FULL_BYTES
+    return f": no space is left on the disk of {run_dir}" if full else ""
 
 
 def _kill_group(pid: int) -> None:

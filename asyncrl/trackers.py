@@ -1,4 +1,4 @@
-"""Where figures go: JSON lines always, W&B when asked. A tracker that hangs or fails is dropped with a warning.
+"""Where figures go: JSON lines always, W&B and TensorBoard when asked. What hangs or fails is dropped with a warning.
 
 `metrics.open_trackers` builds these; trainer rank 0 calls `log`, `samples`, `close`. The JSON lines are written at
 once, in the caller's thread, so that a row that was logged is on disk. Every other tracker lives in a thread of its own
@@ -136,6 +136,31 @@ class WandbTracker:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class TensorboardTracker:
+    """TensorBoard's event files in RUN/tensorboard, as float32; a resume hides what came after its checkpoint."""
+
+    def __init__(self, run: Run) -> None:
+        self._dir = run.dir / "tensorboard"
+        self._writer: Any = None
+
+    def start(self) -> None:
+        import torch.utils.tensorboard  # noqa: F401 (it needs an extra: what fails, fails before the first row)
+
+    def log(self, row: Row) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        step = int(row["step"])
+        if self._writer is None:
+            self._writer = SummaryWriter(str(self._dir), purge_step=step)
+        for name, value in row.items():
+            if isinstance(value, (int, float)) and name != "step":
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
 
 
 class _Background:

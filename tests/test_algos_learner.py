@@ -134,3 +134,26 @@ def test_metrics_of_the_loss_are_logged_by_lag():
         parts = [row[f"{name}_by_lag/{lag}"] * row[f"tokens_by_lag/{lag}"] for lag in range(LAGS)]
         if name != "ratio/ess":
             assert sum(parts) / row["tokens/trained"] == pytest.approx(row[name], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (lambda loss_T: loss_T, "must return a loss per token and a dict of metrics"),
+        (lambda loss_T: (loss_T, None), "must return a loss per token and a dict of metrics"),
+        (lambda loss_T: (loss_T, {"mine": 0.5}), r"metric 'mine' must be a tensor of one value per token.*got float"),
+        (
+            lambda loss_T: (loss_T, {"mine": loss_T.mean()}),
+            r"metric 'mine' .*got Tensor of shape \(\)",
+        ),
+    ],
+)
+def test_a_surrogate_that_returns_something_else_hears_what_was_expected(returned, said):
+    class Mine(DAPO):
+        def surrogate(self, tokens):
+            return returned(-tokens.advantages_T * tokens.logprobs_T)
+
+    learner = make_learner(Mine(), config_for(), lone_rank())
+    _, sequences = prepared(learner.algo, learner.config)
+    with pytest.raises(ValueError, match=said):
+        learner.train(sequences, step=8)

@@ -151,6 +151,9 @@ def test_a_class_with_its_own_loss_may_declare_keys_of_the_same_names():
 
 def test_a_class_with_its_own_advantages_may_have_groups_of_one():
     assert problems(OwnAdvantages(n_samples=1)) == []
+    assert problems(OwnAdvantages(advantage="raw")) == [
+        "algo.advantage has no effect: OwnAdvantages defines its own; leave it out"
+    ]
 
 
 def test_a_loss_module_averages_over_micro_batches():

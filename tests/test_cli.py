@@ -36,6 +36,13 @@ def test_a_key_that_the_algorithm_does_not_use_is_refused(capsys):
     assert "clip_high" in err
 
 
+def test_help_and_what_is_missing_are_heard_anywhere_in_the_line(capsys):
+    assert run(capsys, "train", "--algo", "dapo", "-h")[1] == run(capsys, "train", "--algo", "dapo", "--help")[1]
+    code, _, err = run(capsys, "envs", "check")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "envs check takes one environment" in err
+
+
 @pytest.mark.parametrize("argv", [["trian"], ["plot"], ["plot", "/nowhere"], ["train", "stray"], ["train", "--config"]])
 def test_bad_input_is_exit_code_2_and_one_line(capsys, argv):
     code, _, err = run(capsys, *argv)
@@ -230,17 +237,50 @@ def test_a_resume_with_other_settings_keeps_the_former_ones_beside_them(tmp_path
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["training"]["steps"] == 8
 
 
+def test_a_supervised_run_is_resumed_by_nobody_since_that_would_write_over_it(capsys, tmp_path):
+    save(resolve(load(None, {"run_dir": str(tmp_path)})))
+    rl, supervised = '{"step":1,"version":1,"loss":0.5}', '{"step":1,"version":1,"sft/loss":2.0}'
+    for rows, command, said in (
+        (supervised, "train", f"start from its model in a new run: --model {tmp_path / 'model'}"),
+        (supervised, "sft", "asyncrl sft keeps no checkpoints"),
+        (rl, "sft", "asyncrl sft keeps no checkpoints"),
+    ):
+        (tmp_path / "metrics.jsonl").write_text(f"{rows}\n")
+        code, _, err = run(capsys, command, "--resume", str(tmp_path))
+        assert (code, err.count("\n")) == (2, 1)
+        assert said in err
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step":0,"version":0,"sft/loss":1.0}}\n{rl}\n')  # a warm-up is none
+    assert run(capsys, "train", "--resume", str(tmp_path), "--dry-run")[0] == 0
+
+
+def test_demonstrations_that_an_environment_does_not_have_are_asked_for_before_anything_starts(capsys, tmp_path):
+    data = tmp_path / "my.jsonl"
+    data.write_text('{"question": "1+1=", "answer": "2"}\n')
+    argv = ["--env", "dataset", "--dataset.path", str(data), "--dry-run"]
+    for command, more, said in (
+        ("sft", [], "asyncrl sft trains on an environment's demonstrations, and 'dataset' has none"),
+        ("train", ["--training.warmup-sft-steps", "5"], "training.warmup_sft_steps is 5, and environment 'dataset'"),
+    ):
+        code, _, err = run(capsys, command, *argv, *more)
+        assert (code, err.count("\n")) == (2, 1)
+        assert said in err
+    assert run(capsys, "train", *argv)[0] == 0
+
+
 def test_files_and_folders_that_cannot_be_used_are_one_line(capsys, tmp_path):
     twice, binary, taken = tmp_path / "twice.yaml", tmp_path / "binary.yaml", tmp_path / "taken"
     twice.write_text("seed: 1\ntraining: {steps: 3}\nseed: 2\n")
     binary.write_bytes(b"\xff\xfe\x00")
     taken.write_text("a file")
+    for command in ("train", "eval"):
+        code, _, err = run(capsys, command, "--run-dir", "/proc/none")
+        assert (code, err.count("\n")) == (2, 1)
+        assert "the run folder /proc/none cannot be used" in err
     for argv, said in (
         (["--config", str(twice)], "the key 'seed' appears twice"),
         (["--config", str(binary)], "binary.yaml cannot be read"),
         (["--config", str(tmp_path)], "cannot be read: [Errno 21]"),
         (["--run-dir", str(taken)], f"the run folder {taken} cannot be used"),
-        (["--run-dir", "/proc/none"], "the run folder /proc/none cannot be used"),
     ):
         code, _, err = run(capsys, "train", *argv)
         assert (code, err.count("\n")) == (2, 1)

@@ -130,6 +130,24 @@ def test_the_longest_wait_comes_first():
     assert [w["who"] for w in waiting(waits, at_least_s=1.0)] == ["b", "a"]
 
 
+def test_a_status_that_cannot_be_written_ends_nothing(tmp_path):
+    with Poller(tmp_path / "gone") as poller:
+        poller.phase = "failed"
+    assert poller.phase == "failed"
+
+
+def test_the_last_step_shows_what_its_row_knows(tmp_path):
+    with Poller(tmp_path):
+        pass
+    for row, said in (
+        ({"step": 3, "reward/mean": 0.00708}, "last step 3, reward 0.007"),
+        ({"step": 3, "sft/loss": 2.0151}, "last step 3, loss 2.015"),
+        ({"step": 3, "reward/mean": None}, "last step 3"),
+    ):
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        assert describe(tmp_path)[-1] == said
+
+
 def test_the_status_of_a_real_server_is_kept_and_described(run):
     server, stop = open_server(run, bind="tcp://127.0.0.1:*"), threading.Event()
     thread = threading.Thread(target=server.run, args=(stop,), daemon=True)

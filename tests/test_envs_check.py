@@ -71,6 +71,14 @@ def test_a_good_environment_works(tmp_path: Path) -> None:
         ),
         ("class Mine(Good):\n    def score(self, text, prompt):\n        return 1.0", "nonsense scores 1 too"),
         (
+            "class Mine(Good):\n    def score(self, text, prompt):\n        return 1.1 * (text == prompt.target)",
+            "scores 1.1, not 1; the response was",
+        ),
+        (
+            "class Mine(Good):\n    def score(self, text, prompt):\n        return 1.1 * (text == prompt.target)",
+            "set `full_marks: ClassVar = ...`",
+        ),
+        (
             "class Mine(Good):\n    def score(self, text, prompt):\n        return None",
             "must be a number, got NoneType",
         ),

@@ -198,6 +198,21 @@ def test_a_row_that_cannot_be_used_is_named(
     assert "\n" not in str(caught.value)
 
 
+def test_a_file_that_is_read_by_nothing_here_is_not_looked_for_elsewhere(tmp_path: Path) -> None:
+    for name in ("d.txt", "d.jsonl.gz"):
+        (tmp_path / name).write_bytes(b"{}")
+        with pytest.raises(ValueError, match=rf"{name}': expected a file named .jsonl, .json, .parquet, .csv"):
+            take(config(tmp_path / name), 1)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_text_that_is_not_utf_8_is_named_with_its_row(tmp_path: Path, streaming: bool) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(b'{"question": "a", "answer": "1"}\n{"question": "caf\xe9", "answer": "1"}\n')
+    with pytest.raises(ValueError, match=r"d.jsonl': row 2 .*not UTF-8"):
+        take(msgspec.structs.replace(config(path), streaming=streaming), 2)
+
+
 @pytest.mark.parametrize("text", ["", "\n \n"])
 @pytest.mark.parametrize("name", ["d.jsonl", "d.csv", "d.parquet"])
 def test_an_empty_file_has_no_rows(tmp_path: Path, name: str, text: str) -> None:

@@ -126,3 +126,9 @@ def test_the_command_evaluates_a_model_and_writes_its_responses(
     assert "pass@2" in printed
     lines = (tmp_path / "runs" / "eval" / "responses.jsonl").read_text().splitlines()
     assert [json.loads(line)["prompt"] for line in lines] == [0, 0, 1, 1, 2, 2]
+    figures = (tmp_path / "runs" / "eval" / "eval.json").read_bytes()
+    for n in ("1", "3"):
+        assert cli.main([*command, "--n", n, "--training.seq-len", "128", "--run-dir", "runs/eval"]) == 0
+    folder = tmp_path / "runs" / "eval"
+    assert (folder / "eval.000.json").read_bytes() == figures
+    assert [len((folder / f"responses{k}.jsonl").read_text().splitlines()) for k in (".000", ".001", "")] == [6, 3, 9]

@@ -55,6 +55,19 @@ def test_my_algo_has_a_page_and_a_help_text(capsys):
     assert "What a failure counts" in capsys.readouterr().out
 
 
+def test_stages_that_my_algo_writes_itself_are_its_own_and_their_keys_are_not_offered(capsys):
+    assert main(["algos", "--import", str(ALGO)]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("my_algo")]
+    assert row.split()[1:5] == ["its", "own", "its", "own"]
+    assert main(["algos", "my_algo", "--import", str(ALGO)]) == 0
+    page = capsys.readouterr().out
+    assert "advantage = its own\n      Float64 (P, G)" in page
+    assert "objective = its own" in page
+    assert "--algo.aggregation" in page
+    assert "--algo.advantage" not in page
+    assert "--algo.objective" not in page
+
+
 def test_a_loss_module_runs_by_its_path_and_reads_back(tmp_path):
     run = run_with(tmp_path, algo__name=f"{LOSS}:CappedRatioLoss", algo__cap="1.5")
     assert run.algo.cap == 1.5

@@ -1,6 +1,7 @@
 """Supervision: real processes are started, die in every way, and none is ever left behind."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import psutil
 import pytest
 
 from asyncrl.guard import MARK, members
+from asyncrl.replay.ledger import EndlessRejection
 from asyncrl.roles import describe_exit, write_error
 from asyncrl.supervise import Backoff, Crew, Spec, clear_errors, first_error, obituary
 
@@ -116,10 +118,29 @@ def test_an_obituary_holds_the_traceback_or_else_the_end_of_the_log(tmp_path):
         crew.start(script("print('last words'); import os, signal; os.kill(os.getpid(), signal.SIGKILL)"))
         (dead,) = until(crew.take_dead)
     text = obituary(dead, tmp_path)
-    assert "generator 0 ended with killed by SIGKILL" in text
+    assert "generator 0 ended with killed by SIGKILL, which the kernel does when memory runs out" in text
     assert "last words" in text
     write_error(tmp_path, "generator", 0, ValueError("what it was"))
     assert "ValueError: what it was" in obituary(dead, tmp_path)
+
+
+def test_an_error_that_says_all_there_is_to_say_is_shown_without_its_traceback(tmp_path):
+    with Crew(tmp_path) as crew:
+        crew.start(script("import sys; sys.exit(1)", role="replay"))
+        (dead,) = until(crew.take_dead)
+    write_error(tmp_path, "replay", 0, EndlessRejection("40 leases in a row"))
+    assert obituary(dead, tmp_path) == "replay 0 ended the run: 40 leases in a row"
+    assert "EndlessRejection: 40 leases" in first_error(tmp_path).traceback
+
+
+def test_a_process_that_had_no_room_to_say_why_it_failed_is_spoken_for(tmp_path, monkeypatch):
+    with Crew(tmp_path) as crew:
+        crew.start(script("import sys; sys.exit(1)"))
+        (dead,) = until(crew.take_dead)
+    assert "no space" not in obituary(dead, tmp_path)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=4096))
+    assert f"generator 0 ended with exit code 1: no space is left on the disk of {tmp_path}" in obituary(dead, tmp_path)
 
 
 def test_restarts_wait_longer_each_time_and_end():

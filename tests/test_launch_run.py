@@ -52,6 +52,13 @@ class Launched:
             assert time.monotonic() < deadline, self.text
             time.sleep(0.05)
 
+    def until_checkpoint(self, timeout_s: float = 120.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not list(self.dir.glob("checkpoints/step-*/COMPLETE")):
+            assert self.process.poll() is None, self.text
+            assert time.monotonic() < deadline, self.text
+            time.sleep(0.05)
+
     def members(self) -> list[psutil.Process]:
         """Every living process that belongs to this run, the launcher excepted."""
         found = []
@@ -124,11 +131,12 @@ def test_a_generator_killed_with_9_is_replaced_and_the_run_finishes(launched):
 
 @pytest.mark.parametrize("role", ["trainer", "replay"])
 def test_a_trainer_or_server_killed_with_9_ends_the_run_within_ten_seconds(launched, role):
-    run = launched()
-    run.until_step(1)
+    run = launched(checkpoint__every=1)
+    run.until_checkpoint()
     run.process_of(role).kill()
     start = time.monotonic()
     assert run.wait(30) == 1
+    assert f"`asyncrl train --resume {run.dir}` continues it" in run.text
     assert time.monotonic() - start < 10
     assert f"{role} 0 ended with killed by SIGKILL" in run.text
     assert nobody_left(run)
@@ -209,4 +217,14 @@ def test_supervised_training_is_a_run_of_ranks_alone(launched):
     assert losses[-1] < losses[0]
     assert (run.dir / "model" / "config.json").exists()
     assert not (run.dir / "address.json").exists()
+    assert nobody_left(run)
+
+
+def test_supervised_training_that_is_stopped_promises_no_resume(launched):
+    run = launched(command="sft")
+    run.until_step(1)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(60) == 130, run.text
+    assert "supervised training keeps no checkpoint" in run.text
+    assert "--resume" not in run.text
     assert nobody_left(run)

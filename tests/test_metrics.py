@@ -177,3 +177,19 @@ def test_wandb_offline_writes_a_run_with_the_real_library(tmp_path, monkeypatch)
         out.log({"step": step, "version": step, "reward/mean": 0.1 * step})
     out.close()
     assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_tensorboard_holds_the_figures_of_the_rows_and_hides_what_a_resume_repeats(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first, last, reward in ((1, 5, 0.25), (4, 6, 0.5)):
+        out = open_trackers(make_run(tmp_path, **{"metrics.trackers": ["tensorboard"]}), step=first - 1)
+        for step in range(first, last + 1):
+            out.log({"step": step, "version": step, "reward/mean": reward, "length/mean": None, "why": "text"})
+        out.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    shown = [(scalar.step, scalar.value) for scalar in events.Scalars("reward/mean")]
+    assert shown == [(1, 0.25), (2, 0.25), (3, 0.25), (4, 0.5), (5, 0.5), (6, 0.5)]
+    assert set(events.Tags()["scalars"]) == {"version", "reward/mean", "time/elapsed_s"}

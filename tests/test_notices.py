@@ -31,7 +31,22 @@ def test_a_run_that_filters_nearly_everything_hears_once_what_may_be_done() -> N
     for filtered, started, lines in ((520.0, 700.0, 0), (570.0, 700.0, 1), (2000.0, 2200.0, 0), (5700.0, 6000.0, 1)):
         said = notices.of_status({"ledger": {"ledger/started": started, "dropped/filtered": filtered}})
         assert len(said) == lines
-        assert all(f"{filtered:.0f} of {started:.0f} groups" in line and "dynamic_sampling" in line for line in said)
+        assert all(f"{filtered:.0f} of {started:.0f} groups" in line for line in said)
+
+
+def test_the_advice_on_filtered_groups_goes_by_what_they_earned_and_names_keys() -> None:
+    ledger = {"ledger/started": 700.0, "dropped/filtered": 690.0}
+    for full_marks, reward, parts in (
+        (1.0, 0.0031, ("0.0031 on average", "--training.batch-size 8 --algo.n-samples 32", "easier prompts")),
+        (1.0, 0.98, ("0.98 on average", "too easy", "--curriculum.rest 2")),
+        (10.0, 0.98, ("--training.batch-size 8 --algo.n-samples 32",)),
+        (1.0, None, ("the same reward; try", "--training.batch-size 8 --algo.n-samples 32")),
+    ):
+        notices = Notices(full_marks=full_marks, n_samples=8, batch_size=32)
+        (line,) = notices.of_status({"ledger": ledger, "dropped_reward": reward})
+        assert all(part in line for part in parts)
+    (line,) = Notices(n_samples=16, batch_size=2).of_status({"ledger": ledger})
+    assert "--training.batch-size 1 --algo.n-samples 64" in line
 
 
 def test_a_step_that_changed_nothing_is_said_unless_there_was_nothing_to_train_on() -> None:

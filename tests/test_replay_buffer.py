@@ -304,6 +304,23 @@ def test_endless_rejection_ends_with_a_name() -> None:
         buffer.drop(lease_all(buffer, 1)[0], "reward_error")
 
 
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [
+        ("filtered", "too hard or too easy"),
+        ("too_long", "raise training.seq_len"),
+        ("rollout_error", "envs check"),
+    ],
+)
+def test_endless_rejection_says_what_may_be_done_about_this_reason_alone(reason: str, remedy: str) -> None:
+    buffer = make_buffer(P=2, target_lag=0, max_filtered=1)
+    buffer.drop(lease_all(buffer, 1)[0], reason)
+    with pytest.raises(EndlessRejection, match=remedy) as caught:
+        buffer.drop(lease_all(buffer, 1)[0], reason)
+    others = {"too hard or too easy", "raise training.seq_len", "envs check"} - {remedy}
+    assert not any(other in str(caught.value) for other in others)
+
+
 def test_one_accepted_group_ends_a_row_of_rejections() -> None:
     buffer = make_buffer(P=2, target_lag=0, max_filtered=1)
     buffer.drop(lease_all(buffer, 1)[0], "filtered")

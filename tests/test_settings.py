@@ -199,3 +199,25 @@ def test_any_text_for_any_key_is_accepted_or_refused_in_one_line(overrides):
     except ValueError as error:
         complaint = str(error)
     assert "\n" not in complaint
+
+
+def test_a_key_by_the_name_that_it_has_elsewhere_is_answered_with_ours():
+    known = {*keys.paths(Config), *(f"algo.{key}" for key in keys.paths(Algorithm)), "env.reward"}
+    assert set(keys.ELSEWHERE.values()) <= known
+    for name, ours in (
+        ("training.lr", "training.learning_rate"),
+        ("lr", "training.learning_rate"),
+        ("algo.epsilon_high", "algo.clip_high"),
+        ("generation.temperature", "algo.temperature"),
+        ("generation.tensor_parallel_size", "services.generator.procs"),
+    ):
+        with pytest.raises(ValueError, match=rf"^unknown key '{name}'; here it is '{ours}'$"):
+            resolve(load(None, {name: "1"}))
+
+
+@pytest.mark.parametrize("key", ["replay.bind", "weights.bind", "services.ref_model.bind"])
+def test_an_address_that_is_none_is_refused_with_what_one_looks_like(key):
+    for address in ("foo", "127.0.0.1:5000", "http://127.0.0.1:5000"):
+        with pytest.raises(ValueError, match=rf"^{key}: expected tcp://HOST:PORT .* got '{address}'$"):
+            check(resolve(load(None, {key: address})))
+    check(resolve(load(None, {key: "tcp://127.0.0.1:*"})))

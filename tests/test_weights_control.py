@@ -90,6 +90,15 @@ def test_without_keys_only_this_machine_can_be_served():
             Control(address, timeout_s=1.0)
 
 
+def test_an_address_that_is_taken_is_named_with_its_key():
+    control = Control("tcp://127.0.0.1:*", timeout_s=1.0)
+    try:
+        with pytest.raises(ValueError, match=rf"weights.bind: the trainer cannot listen on {control.address}"):
+            Control(control.address, timeout_s=1.0)
+    finally:
+        control.close()
+
+
 def test_with_keys_only_those_on_the_list_are_heard(peers, tmp_path):
     new_keys(tmp_path / "ours")
     new_keys(tmp_path / "theirs")

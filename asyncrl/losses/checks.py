@@ -59,6 +59,18 @@ def writes_own_objective(algo: Algorithm) -> bool:
     return _overrides(algo, "surrogate")
 
 
+def writes_own_advantages(algo: Algorithm) -> bool:
+    """True for a class that computes advantages itself."""
+    return _overrides(algo, "advantages")
+
+
+def without_effect(algo: Algorithm) -> list[str]:
+    """Keys of the stages that a class replaces, but for those that it declares itself, to use them there."""
+    replaced = ["advantage"] if writes_own_advantages(algo) else []
+    replaced += LOSS_KEYS if writes_own_loss(algo) else ["objective"] if writes_own_objective(algo) else []
+    return [key for key in replaced if key not in _declared(algo)]
+
+
 def forget_foreign_bounds(algo: Algorithm) -> None:
     """Under another objective or correction than the preset's, the preset's bounds give way to its defaults."""
     for stage, table in (("objective", OBJECTIVES), ("correction", CORRECTIONS)):
@@ -130,10 +142,11 @@ def _unused(algo: Algorithm) -> Iterator[str]:
                 f"algo.{key} is used by {', '.join(users)}, not by {_describe(algo)}: "
                 f"leave it out or choose a stage that uses it"
             )
+    for key in without_effect(algo):
+        if getattr(algo, key) != default(algo, key):
+            own = "a loss of its own" if writes_own_loss(algo) and key in LOSS_KEYS else "its own"
+            yield f"algo.{key} has no effect: {type(algo).__name__} defines {own}; leave it out"
     if writes_own_loss(algo):
-        changed = [k for k in LOSS_KEYS if k not in _declared(algo) and getattr(algo, k) != default(algo, k)]
-        for key in changed:
-            yield f"algo.{key} has no effect: {type(algo).__name__} defines a loss of its own; leave it out"
         return
     if algo.correction in ("none", "fade") and algo.age_tightening:
         yield (
@@ -145,8 +158,6 @@ def _unused(algo: Algorithm) -> Iterator[str]:
             f"algo.self_normalise divides weights by their mean, and correction {algo.correction!r} gives no weights: "
             f"choose one of {', '.join(sorted(WEIGHTS))}"
         )
-    if writes_own_objective(algo) and algo.objective != default(algo, "objective"):
-        yield f"algo.objective has no effect: {type(algo).__name__} defines its own; leave it out"
     if not algo.beta:
         for key in ("kl", "kl_in", "kl_unbiased"):
             if getattr(algo, key) != default(algo, key):
@@ -163,7 +174,7 @@ def _describe(algo: Algorithm) -> str:
 
 
 def _advantages(algo: Algorithm) -> Iterator[str]:
-    if _overrides(algo, "advantages"):
+    if writes_own_advantages(algo):
         return
     if algo.n_samples < 2 and algo.advantage in NEED_A_GROUP:
         yield group_of_one(algo.advantage)

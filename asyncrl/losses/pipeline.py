@@ -83,7 +83,8 @@ def loss(algo: Algorithm, logprobs_T: Tensor, batch: Batch) -> Loss:
     if algo.beta and algo.kl_in == "reward":
         shaping_T = kl.reward_to_go(logprobs_T, _reference(batch), batch.sequence_T, batch.num_sequences)
         shaped = replace(tokens, advantages_T=tokens.advantages_T - algo.beta * shaping_T)
-    loss_T, metrics = algo.surrogate(shaped)
+    loss_T, metrics = _returned(algo.surrogate(shaped), algo)
+    refuse_other_metrics(metrics, logprobs_T, algo)
     if algo.correction != "none":
         weight_T = correction(algo, tokens)
         loss_T = loss_T * weight_T
@@ -91,6 +92,27 @@ def loss(algo: Algorithm, logprobs_T: Tensor, batch: Batch) -> Loss:
     if algo.beta:
         loss_T, metrics = _add_kl(algo, loss_T, metrics, logprobs_T, batch)
     return loss_T, {name: value.detach() for name, value in metrics.items()}
+
+
+def _returned(value: Any, algo: Algorithm) -> Loss:
+    """What a class's own `surrogate` returned, if that is what it should be."""
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
+        return value
+    raise ValueError(
+        f"{type(algo).__name__}.surrogate must return a loss per token and a dict of metrics, `return loss_T, {{}}`; "
+        f"got {type(value).__name__}"
+    )
+
+
+def refuse_other_metrics(metrics: Metrics, logprobs_T: Tensor, algo: Algorithm) -> None:
+    """Raise ValueError for a metric that is no value per token: its mean would depend on how the batch was cut."""
+    for name, value in metrics.items():
+        shape = tuple(getattr(value, "shape", ()))
+        if shape != tuple(logprobs_T.shape):
+            raise ValueError(
+                f"{type(algo).__name__}: metric {name!r} must be a tensor of one value per token, "
+                f"{tuple(logprobs_T.shape)}, without reducing; got {type(value).__name__} of shape {shape}"
+            )
 
 
 def objective(algo: Algorithm, tokens: Tokens) -> Loss:

@@ -16,6 +16,16 @@ MAX_REASONS = 64
 FEW = 32
 """Failures in a row that never end a run whose limit is higher."""
 
+REMEDIES = {
+    "filtered": "all responses to a prompt got the same reward, so the task is too hard or too easy for this model; "
+    "try other prompts, a reward with parts, or supervised training first (`asyncrl sft`)",
+    "too_long": "raise training.seq_len, or make prompts and generation.max_tokens shorter",
+    "reward_timeout": "make the reward faster, or raise generation.reward_timeout_s",
+    "rollout_timeout": "make the rollout faster, or raise generation.rollout_timeout_s",
+}
+FAILED = "the environment or its reward fails; `asyncrl envs check NAME` tries it without a run"
+"""What may be done when a reason ends nearly all groups; any other reason is a failure."""
+
 
 class Account(msgspec.Struct, kw_only=True):
     """One account, in groups or in tokens."""
@@ -85,8 +95,8 @@ def refuse_endless(rejected: Counter[str], limit: int) -> None:
     if rejected.total() < limit and failed < max(limit // 10, min(limit, FEW)):
         return
     reasons = ", ".join(f"{n} {r}" for r, n in rejected.most_common())
+    remedy = REMEDIES.get(rejected.most_common(1)[0][0], FAILED)
     raise EndlessRejection(
-        f"{rejected.total()} leases in a row ended without a group to train on ({reasons}). `filtered`: all siblings "
-        "have the same reward, so the task is too hard or too easy for this model. Other reasons: failures of rollouts "
-        "or rewards. replay.max_filtered sets how many batches' worth is too many"
+        f"{rejected.total()} leases in a row ended without a group to train on ({reasons}): {remedy}. "
+        "replay.max_filtered sets how many batches' worth is too many"
     )

@@ -138,6 +138,7 @@ class Service:
             "exhausted": buffer.exhausted,
             "ledger": buffer.accounts(),
             "why_dropped": self.why_dropped,
+            "dropped_reward": buffer.dropped_means.reward if buffer.dropped_means.num else None,
             "buffered": len(buffer.buffered),
             "buffered_bytes": buffer.bytes_buffered,
             "room": buffer.room(),

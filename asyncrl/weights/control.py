@@ -47,7 +47,11 @@ class Control:
         self._outbox.bind("inproc://outbox")
         self._gate = Gate(self._context, curve) if curve is not None else None
         router = _router(self._context, timeout_s, curve)
-        router.bind(bind)
+        try:
+            router.bind(bind)
+        except zmq.ZMQError as error:
+            router.close(0)
+            raise ValueError(f"weights.bind: the trainer cannot listen on {bind}: {error}") from error
         self.address = router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._thread = threading.Thread(target=self._run, args=(router,), daemon=True, name="weight-control")
         self._thread.start()

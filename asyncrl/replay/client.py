@@ -78,10 +78,10 @@ class ReplayClient:
         self._folder: Path | None = None
         """Where groups may lie in files."""
 
-    def hello(self) -> Welcome:
+    def hello(self, timeout_s: float = inf) -> Welcome:
         """Say who this is; done before the first request by itself."""
         self._greeted = True
-        welcome = self._call(self._hello, Welcome)
+        welcome = self._await(Exchange(self._session, self._hello, (), timeout_s), Welcome)[0]
         self._folder = accept(welcome.offer)
         return welcome
 
@@ -91,7 +91,7 @@ class ReplayClient:
 
     def ask(self, *, step: int, num_groups: int, version: int, timeout_s: float) -> Asked:
         """The first half of `take`: send the request. No other request until it is answered."""
-        self._greet()
+        self._greet(timeout_s)
         by_place = self._folder is not None
         return self._ask(messages.Take(step=step, num_groups=num_groups, version=version, by_place=by_place), timeout_s)
 
@@ -148,6 +148,10 @@ class ReplayClient:
         """Ledger, processes, who waits for what and why."""
         return self._exchange(messages.Status(), messages.Report, timeout_s=timeout_s)[0].status
 
+    def leave(self) -> None:
+        """This process asks nothing more, and is no longer shown."""
+        self._call(messages.Leave(), messages.Done)
+
     def close(self) -> None:
         """Close the socket at once."""
         self._socket.close(linger=LINGER_MS)
@@ -159,12 +163,12 @@ class ReplayClient:
     def _exchange(
         self, body: messages.Request, expected: type[M], *, timeout_s: float
     ) -> tuple[M, Sequence[wire.Frame]]:
-        self._greet()
+        self._greet(timeout_s)
         return self._await(Exchange(self._session, body, (), timeout_s), expected)
 
-    def _greet(self) -> None:
+    def _greet(self, timeout_s: float) -> None:
         if not self._greeted:
-            self.hello()
+            self.hello(timeout_s)
 
     def _go_on(self, exchange: Exchange) -> None:
         """Send what there is to send."""

@@ -45,7 +45,7 @@ class AsyncReplayClient:
     def __init__(
         self, address: str, *, role: str = "generator", index: int = 0, curve: CurveKeys | None = None
     ) -> None:
-        self.address, self._session = address, Session(role, index)
+        self.address, self._session = address, Session(role, index, address)
         self._context = zmq.Context()
         self._socket = connect(self._context, address, curve)
         self._hello = messages.Hello(pid=os.getpid(), host=socket.gethostname())
@@ -103,9 +103,10 @@ class AsyncReplayClient:
         await self._call(body, messages.Done)
         self._held.discard(lease_id)
 
-    async def heartbeat(self, activity: dict[str, float]) -> None:
-        """Report the engine's counters; renews the leases that this client still holds."""
-        await self._call(messages.Heartbeat(activity=activity, held=sorted(self._held)), messages.Done)
+    async def heartbeat(self, activity: dict[str, float]) -> bool:
+        """Report the engine's counters; renews the leases that this client still holds. False: the run is finished."""
+        body = messages.Heartbeat(activity=activity, held=sorted(self._held))
+        return (await self._call(body, messages.Done)).accepted
 
     async def leave(self) -> None:
         """This generator ends; its leases are free at once."""

@@ -70,7 +70,7 @@ class ReplayClient:
     """Blocking client. Not for use by several threads: each makes its own."""
 
     def __init__(self, address: str, *, role: str, index: int = 0, curve: CurveKeys | None = None) -> None:
-        self.address, self._session = address, Session(role, index)
+        self.address, self._session = address, Session(role, index, address)
         self._context = zmq.Context()
         self._socket = connect(self._context, address, curve)
         self._hello = messages.Hello(pid=os.getpid(), host=socket.gethostname())

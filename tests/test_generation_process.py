@@ -116,6 +116,22 @@ def test_a_generator_serves_what_the_trainer_sends_and_ends_with_the_run(tmp_pat
         assert process.wait(60) == 0
 
 
+def test_a_generator_that_comes_after_the_end_of_the_run_ends_too(tmp_path):
+    run = make_run(tmp_path, "good", training__steps=4)
+    with serving(run) as address, trainer(address, run) as train:
+        train.client.finish("done")
+        with generator(run, address) as process:
+            assert process.wait(60) == 0
+
+
+def test_a_generator_whose_run_ends_before_it_has_weights_ends_too(tmp_path):
+    run = make_run(tmp_path, "good", training__steps=4)
+    with serving(run) as address, trainer(address, run) as train, generator(run, address) as process:
+        until(lambda: train.sender.newcomers() == 1)
+        train.client.finish("done")
+        assert process.wait(60) == 0
+
+
 def test_sigterm_ends_a_generator_cleanly_and_frees_its_leases_at_once(tmp_path):
     run = make_run(tmp_path, "slow", training__steps=9)
     with serving(run) as address, trainer(address, run) as train, generator(run, address) as process:

@@ -12,8 +12,9 @@ import contextlib
 import importlib.util
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from secrets import token_hex
+from typing import Any
 
 from asyncrl.chat import Chat
 from asyncrl.config import Config
@@ -77,7 +78,8 @@ async def serve(run: Run, index: int, address: str) -> None:
         engine = Traced(make_engine(run, index), open_timer(run, role="generator", index=index))
         stack.push_async_callback(engine.close)
         helpers = await stack.enter_async_context(_helpers())
-        helpers(_heartbeats(client, engine, run.config.supervise.heartbeat_s))
+        life = Life()
+        helpers(_heartbeats(client, engine, run.config.supervise.heartbeat_s, life))
         rewards = _reward_pool(run.config)
         stack.push_async_callback(rewards.close)
         await asyncio.gather(engine.start(), rewards.start())
@@ -85,7 +87,10 @@ async def serve(run: Run, index: int, address: str) -> None:
         evaluation = PeriodicEvaluation(run, engine=engine, chat=chat)
         if run.config.eval.every and index == 0:
             helpers(evaluation.run())
-        await _first_weights(run.config, client, engine, index, helpers, evaluation.due)
+        weights = _first_weights(run.config, client, engine, index, helpers, evaluation.due, life)
+        if not await _unless(life.over, weights):
+            log.info("generator %d ends: the run was over before weights came", index)
+            return
         await RolloutLoop(
             engine=engine,
             env=run.env,
@@ -120,11 +125,38 @@ async def _helpers() -> AsyncIterator[Callable]:
             task.cancel()
 
 
-async def _heartbeats(client: AsyncReplayClient, engine: Engine, every_s: float) -> None:
+class Life:
+    """Whether the run is over, as the replay server's answers to heartbeats say."""
+
+    def __init__(self) -> None:
+        self.begun = False
+        """Its trainer is there: until then a run that is resumed looks as finished as it was."""
+        self.over = asyncio.Event()
+
+    def hear(self, goes_on: bool) -> None:
+        self.begun = self.begun or goes_on
+        if self.begun and not goes_on:
+            self.over.set()
+
+
+async def _heartbeats(client: AsyncReplayClient, engine: Engine, every_s: float, life: Life) -> None:
     """Tell the server each `every_s` what the engine has done; renews the leases."""
     while True:
-        await client.heartbeat(engine.activity())
+        life.hear(await client.heartbeat(engine.activity()))
         await asyncio.sleep(every_s)
+
+
+async def _unless(over: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Do `work`; False when `over` came first. Raises what the work raises."""
+    task, end = asyncio.ensure_future(work), asyncio.ensure_future(over.wait())
+    try:
+        await asyncio.wait({task, end}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            await task
+        return task.done()
+    finally:
+        task.cancel()
+        end.cancel()
 
 
 async def _first_weights(
@@ -134,6 +166,7 @@ async def _first_weights(
     index: int,
     helpers: Callable,
     on_version: Callable[[int], None],
+    life: Life,
 ) -> None:
     """Follow the trainer's sender, and wait until it has sent a first version. Raises TimeoutError."""
     limit_s = config.supervise.stall_limit_s
@@ -144,6 +177,7 @@ async def _first_weights(
         on_version(version)
 
     sender = await client.lookup("weights", limit_s)
+    life.begun = True
     helpers(
         follow(
             sender,

@@ -18,6 +18,7 @@ from typing import Any
 
 from asyncrl.chat import Chat
 from asyncrl.config import Config
+from asyncrl.fingerprint import fingerprint
 from asyncrl.generation.engine import Engine
 from asyncrl.generation.periodic import PeriodicEvaluation
 from asyncrl.generation.rewards import RewardPool
@@ -74,7 +75,7 @@ async def serve(run: Run, index: int, address: str) -> None:
     """
     async with contextlib.AsyncExitStack() as stack:
         curve = load_keys(run.config.replay.keys, "client")
-        client = await stack.enter_async_context(_client(index, address, curve))
+        client = await stack.enter_async_context(_client(run.config, index, address, curve))
         engine = Traced(make_engine(run, index), open_timer(run, role="generator", index=index))
         stack.push_async_callback(engine.close)
         helpers = await stack.enter_async_context(_helpers())
@@ -104,8 +105,10 @@ async def serve(run: Run, index: int, address: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _client(index: int, address: str, curve: CurveKeys | None) -> AsyncIterator[AsyncReplayClient]:
-    client = AsyncReplayClient(address, index=index, curve=curve)
+async def _client(
+    config: Config, index: int, address: str, curve: CurveKeys | None
+) -> AsyncIterator[AsyncReplayClient]:
+    client = AsyncReplayClient(address, index=index, curve=curve, run=fingerprint(config))
     try:
         await client.hello()
         yield client

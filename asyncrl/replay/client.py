@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -69,11 +69,20 @@ class Packed(NamedTuple):
 class ReplayClient:
     """Blocking client. Not for use by several threads: each makes its own."""
 
-    def __init__(self, address: str, *, role: str, index: int = 0, curve: CurveKeys | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        role: str,
+        index: int = 0,
+        curve: CurveKeys | None = None,
+        run: Mapping[str, str] | None = None,
+    ) -> None:
+        """`run`: the fingerprint of this process's configuration; a server of another run refuses it."""
         self.address, self._session = address, Session(role, index, address)
         self._context = zmq.Context()
         self._socket = connect(self._context, address, curve)
-        self._hello = messages.Hello(pid=os.getpid(), host=socket.gethostname())
+        self._hello = messages.Hello(pid=os.getpid(), host=socket.gethostname(), run=dict(run or {}))
         self._greeted = False
         self._folder: Path | None = None
         """Where groups may lie in files."""

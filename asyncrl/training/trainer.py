@@ -10,6 +10,7 @@ import logging
 import signal
 from types import FrameType
 
+from asyncrl.fingerprint import fingerprint
 from asyncrl.replay.client import ReplayClient
 from asyncrl.replay.keys import load_keys
 from asyncrl.settings import Run
@@ -30,15 +31,14 @@ def main(run: Run, address: str) -> None:
         with_gpus=run.config.services.trainer.with_gpus,
         timeout_s=max(limits.stall_limit_s, limits.start_timeout_s) + GLOO_MARGIN_S,
     )
-    curve = load_keys(run.config.replay.keys, "client")
-    member = Member(run, ranks, connect=lambda: ReplayClient(address, role="trainer", index=ranks.rank, curve=curve))
+    curve, known = load_keys(run.config.replay.keys, "client"), fingerprint(run.config)
+
+    def connect() -> ReplayClient:
+        return ReplayClient(address, role="trainer", index=ranks.rank, curve=curve, run=known)
+
+    member = Member(run, ranks, connect=connect)
     if ranks.is_first:
-        director = Director(
-            run,
-            member,
-            connect=lambda: ReplayClient(address, role="trainer", curve=curve),
-            interrupted=lambda: stop.asked,
-        )
+        director = Director(run, member, connect=connect, interrupted=lambda: stop.asked)
         director.conduct()
     else:
         member.follow()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl import hosts
 from asyncrl.hosts import own_address, reachable
 from asyncrl.metrics import read_rows
 
@@ -50,3 +51,22 @@ def test_a_wildcard_address_is_told_to_others_as_one_they_can_reach():
     assert reachable("tcp://127.0.0.1:5") == "tcp://127.0.0.1:5"
     assert reachable("tcp://0.0.0.0:5") == f"tcp://{own_address()}:5"
     assert "0.0.0.0" not in reachable("tcp://0.0.0.0:5")
+
+
+@pytest.mark.parametrize("named", ["127.0.1.1", OSError("no such name")])
+def test_a_host_without_a_route_outside_still_tells_others_no_loopback_address(monkeypatch, named):
+    def resolve(name: str) -> str:
+        if isinstance(named, OSError):
+            raise named
+        return named
+
+    monkeypatch.setattr(hosts, "ELSEWHERE", ("255.255.255.255", 9))  # refused, as an address without a route is
+    monkeypatch.setattr(hosts.socket, "gethostbyname", resolve)
+    others = [address for address in hosts._interfaces() if not address.startswith("127.")]
+    assert own_address() == [*others, "127.0.0.1"][0]
+
+
+def test_without_a_route_outside_the_address_of_the_hosts_name_comes_first(monkeypatch):
+    monkeypatch.setattr(hosts, "ELSEWHERE", ("255.255.255.255", 9))
+    monkeypatch.setattr(hosts.socket, "gethostbyname", lambda name: "10.9.8.7")
+    assert own_address() == "10.9.8.7"

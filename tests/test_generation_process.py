@@ -132,6 +132,20 @@ def test_a_generator_whose_run_ends_before_it_has_weights_ends_too(tmp_path):
         assert process.wait(60) == 0
 
 
+def test_a_generator_that_lives_on_follows_a_trainer_that_starts_again(tmp_path):
+    run = make_run(tmp_path, "good", training__steps=4)
+    with serving(run) as address, generator(run, address) as process:
+        with trainer(address, run) as former:
+            former.publish(0, receivers=1)
+            former.client.rewind(step=0, version=0)  # which voids its announcement
+        with trainer(address, run) as train:  # its sender listens elsewhere
+            train.publish(0, receivers=1)
+            train.take(1)
+            train.publish(1, receivers=1)
+            train.client.finish("done")
+            assert process.wait(60) == 0
+
+
 def test_sigterm_ends_a_generator_cleanly_and_frees_its_leases_at_once(tmp_path):
     run = make_run(tmp_path, "slow", training__steps=9)
     with serving(run) as address, trainer(address, run) as train, generator(run, address) as process:

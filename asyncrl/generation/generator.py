@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
+from math import inf
 from secrets import token_hex
 from typing import Any
 
@@ -181,21 +182,43 @@ async def _first_weights(
 
     sender = await client.lookup("weights", limit_s)
     life.begun = True
-    helpers(
-        follow(
-            sender,
-            engine,
-            index=index,
-            incarnation=token_hex(8),
-            config=config.weights,
-            on_version=serves,
-            curve=load_keys(config.replay.keys, "client"),
-        )
-    )
+    helpers(_follow_announced(config, client, engine, index, serves))
     try:
         await asyncio.wait_for(served.wait(), limit_s)
     except TimeoutError:
         raise TimeoutError(f"the trainer at {sender} has sent no weights within {limit_s:.0f} s") from None
+
+
+async def _follow_announced(
+    config: Config, client: AsyncReplayClient, engine: Engine, index: int, on_version: Callable[[int], None]
+) -> None:
+    """Follow the sender that is announced. Consumes announcements; waits for one, each heartbeat; is unblocked by a
+    trainer that has started again, whose sender listens elsewhere; produces nothing itself. Ends as `follow` does.
+    """
+    curve, address, following = load_keys(config.replay.keys, "client"), "", None
+    async with asyncio.TaskGroup() as tasks:
+        while True:
+            announced = await client.lookup("weights", inf)
+            if announced != address:
+                if following is not None:
+                    log.warning(
+                        "generator %d: weights come from %s now, and no longer from %s", index, announced, address
+                    )
+                    following.cancel()
+                    await asyncio.wait({following})  # what it has received is discarded
+                address, incarnation = announced, token_hex(8)
+                following = tasks.create_task(
+                    follow(
+                        address,
+                        engine,
+                        index=index,
+                        incarnation=incarnation,
+                        config=config.weights,
+                        on_version=on_version,
+                        curve=curve,
+                    )
+                )
+            await asyncio.sleep(config.supervise.heartbeat_s)
 
 
 def make_engine(run: Run, index: int) -> Engine:

@@ -4,8 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from asyncrl import hosts
@@ -41,6 +43,41 @@ def test_roles_started_one_by_one_make_the_same_run(tmp_path):
         generator.kill()
     rows = [row for row in read_rows(run_dir) if row["step"]]
     assert [(row["step"], row["ledger/balance"]) for row in rows] == [(1, 0), (2, 0)]
+
+
+RANK = """
+import os, sys, time
+from pathlib import Path
+from asyncrl.roles import die_with_parent
+die_with_parent()
+Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_killing_torchs_elastic_launcher_with_9_kills_its_ranks(tmp_path):
+    (tmp_path / "rank.py").write_text(RANK)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    agent = subprocess.Popen([*torchrun, str(tmp_path / "rank.py"), str(tmp_path)])
+    ranks = []
+    try:
+        until(lambda: all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in "01"))
+        ranks = [psutil.Process(int((tmp_path / name).read_text())) for name in "01"]
+    finally:
+        agent.kill()
+        agent.wait()
+    gone, alive = psutil.wait_procs(ranks, timeout=10)
+    for rank in alive:
+        rank.kill()
+    assert len(gone) == 2
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
 
 
 def test_the_script_for_slurm_is_a_script():

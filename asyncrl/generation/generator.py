@@ -12,6 +12,7 @@ import contextlib
 import importlib.util
 import logging
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from math import inf
 from secrets import token_hex
@@ -80,7 +81,7 @@ async def serve(run: Run, index: int, address: str) -> None:
         engine = Traced(make_engine(run, index), open_timer(run, role="generator", index=index))
         stack.push_async_callback(engine.close)
         helpers = await stack.enter_async_context(_helpers())
-        life = Life()
+        life = Life(patience_s=run.config.supervise.start_timeout_s)
         helpers(_heartbeats(client, engine, run.config.supervise.heartbeat_s, life))
         rewards = _reward_pool(run.config)
         stack.push_async_callback(rewards.close)
@@ -89,7 +90,7 @@ async def serve(run: Run, index: int, address: str) -> None:
         evaluation = PeriodicEvaluation(run, engine=engine, chat=chat)
         if run.config.eval.every and index == 0:
             helpers(evaluation.run())
-        weights = _first_weights(run.config, client, engine, index, helpers, evaluation.due, life)
+        weights = _first_weights(run.config, client, engine, index, helpers, evaluation.due)
         if not await _unless(life.over, weights):
             log.info("generator %d ends: the run was over before weights came", index)
             return
@@ -130,16 +131,19 @@ async def _helpers() -> AsyncIterator[Callable]:
 
 
 class Life:
-    """Whether the run is over, as the replay server's answers to heartbeats say."""
+    """Whether the run is over, as the replay server's answers to heartbeats say.
 
-    def __init__(self) -> None:
-        self.begun = False
-        """Its trainer is there: until then a run that is resumed looks as finished as it was."""
+    Until its trainer is there, a run that is resumed looks as finished as it was: it gets `patience_s`.
+    """
+
+    def __init__(self, *, patience_s: float) -> None:
+        self._begun, self._since = False, time.monotonic()
+        self._patience_s = patience_s
         self.over = asyncio.Event()
 
     def hear(self, goes_on: bool) -> None:
-        self.begun = self.begun or goes_on
-        if self.begun and not goes_on:
+        self._begun = self._begun or goes_on
+        if not goes_on and (self._begun or time.monotonic() - self._since > self._patience_s):
             self.over.set()
 
 
@@ -170,7 +174,6 @@ async def _first_weights(
     index: int,
     helpers: Callable,
     on_version: Callable[[int], None],
-    life: Life,
 ) -> None:
     """Follow the trainer's sender, and wait until it has sent a first version. Raises TimeoutError."""
     limit_s = config.supervise.stall_limit_s
@@ -181,7 +184,6 @@ async def _first_weights(
         on_version(version)
 
     sender = await client.lookup("weights", limit_s)
-    life.begun = True
     helpers(_follow_announced(config, client, engine, index, serves))
     try:
         await asyncio.wait_for(served.wait(), limit_s)

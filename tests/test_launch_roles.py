@@ -1,5 +1,6 @@
 """The roles without the launcher, as a cluster starts them: each by itself, the trainer's ranks under torchrun."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from asyncrl import hosts
 from asyncrl.hosts import own_address, reachable
 from asyncrl.metrics import read_rows
+from asyncrl.settings import load_run
 
 ROOT = Path(__file__).parent.parent
 
@@ -80,8 +82,52 @@ def until(condition) -> None:
         time.sleep(0.05)
 
 
-def test_the_script_for_slurm_is_a_script():
-    subprocess.run(["bash", "-n", str(ROOT / "examples/slurm/train.sbatch")], check=True)
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do
+  case $1 in --nodes) nodes=$2; shift 2 ;; --ntasks | --relative) shift 2 ;; *) shift ;; esac
+done
+echo "nodes $nodes gpus ${CUDA_VISIBLE_DEVICES-all}: $*" >> "$CALLS"
+[ "$nodes" = 1 ] && exec "$@"
+for ((task = 0; task < nodes; task++)); do SLURM_PROCID=$task "$@" & done
+wait
+"""
+"""Stands for SLURM's: every node is this machine."""
+
+
+@pytest.mark.slow
+def test_the_script_for_slurm_makes_a_run(tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "algo: {name: dapo, dynamic_sampling: false}\n"
+        "training: {steps: 2, batch_size: 4, warmup_sft_steps: 2}\n"
+        "checkpoint: {every: 0}\n"
+    )
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "srun").chmod(0o755)
+    subprocess.run([sys.executable, "-m", "asyncrl", "keys", "new", str(tmp_path / "keys")], check=True)
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {"OMP_NUM_THREADS": "1", "SLURM_JOB_NUM_NODES": "3", "SLURM_GPUS_ON_NODE": "4", "GPUS_PER_GENERATOR": "2"}
+    env |= {"GENERATORS_PER_HOST": "1", "TRAINER_GPUS": "1", "PATH": path, "CALLS": str(tmp_path / "calls")}
+    run_dir = tmp_path / "a run"
+    command = ["bash", str(ROOT / "examples/slurm/train.sbatch"), str(config), str(run_dir)]
+    script = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, **env}, start_new_session=True)
+    try:
+        assert script.wait(300) == 0, (run_dir / "logs" / "trainer-0.log").read_text()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)  # what SLURM does when the script has ended
+    rows = [row for row in read_rows(run_dir) if row["step"]]
+    assert [(row["step"], row["ledger/balance"]) for row in rows] == [(1, 0), (2, 0)]
+    services = load_run(run_dir).config.services
+    assert (services.trainer.procs, services.generator.procs, services.generator.num_replicas) == (1, 2, 2)
+
+
+def test_the_script_for_slurm_refuses_one_node(tmp_path):
+    env = {**os.environ, "SLURM_JOB_NUM_NODES": "1"}
+    command = ["bash", str(ROOT / "examples/slurm/train.sbatch"), "config.yaml", str(tmp_path / "run")]
+    refused = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "expected --nodes 2 or more, got 1" in refused.stderr
 
 
 def test_a_wildcard_address_is_told_to_others_as_one_they_can_reach():

@@ -135,9 +135,10 @@ def test_a_signal_while_it_waits_ends_it_with_a_checkpoint(tmp_path):
 
 
 def test_a_wait_without_generators_ends_in_its_diagnosis(tmp_path):
-    with world(tmp_path, generate=False, supervise__stall_limit_s=2) as (run, address):
-        codes, _ = finish(start(run, address))
+    with world(tmp_path, generate=False, supervise__stall_limit_s=3, supervise__stall_s=1) as (run, address):
+        codes, output = finish(start(run, address))
     assert codes == [1]
+    assert "asyncrl.training.director trainer has waited" in output  # before the end, too
     error = json.loads((run.dir / "errors" / "trainer-0.json").read_text())
     assert "TakeTimeout" in error["traceback"]
     assert "no generator" in error["traceback"]

@@ -95,8 +95,15 @@ class Director:
             elif now - beat > self._config.supervise.stall_s:
                 self.member.order(Wait())
                 self._announce()
+                self._say_why()
                 beat = now
         return None
+
+    def _say_why(self) -> None:
+        """What a long wait is for, in this process's log: where roles were started one by one nobody else tells."""
+        for wait in self._client.status()["waiting"]:
+            if wait["who"] == "trainer":
+                log.warning("%s", wait["why"])
 
     def _train(self, taken: Taken) -> None:
         step, version = self._step + 1, self._step

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -77,9 +77,11 @@ class ReplayClient:
         index: int = 0,
         curve: CurveKeys | None = None,
         run: Mapping[str, str] | None = None,
+        silence_s: Callable[[], float] | None = None,
     ) -> None:
-        """`run`: the fingerprint of this process's configuration; a server of another run refuses it."""
-        self.address, self._session = address, Session(role, index, address)
+        """`run`: the fingerprint of this process's configuration; a server of another run refuses it. `silence_s`: for
+        how long the server may be silent, asked again and again; default SILENCE_S."""
+        self.address, self._session = address, Session(role, index, address, silence_s)
         self._context = zmq.Context()
         self._socket = connect(self._context, address, curve)
         self._hello = messages.Hello(pid=os.getpid(), host=socket.gethostname(), run=dict(run or {}))

@@ -6,7 +6,7 @@ Used by both clients, `client.py` and `async_client.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from secrets import token_hex
 from typing import TypeVar
 
@@ -34,8 +34,10 @@ class ServerSilent(TimeoutError):
 class Session:
     """Numbers the requests of one incarnation. Pure."""
 
-    def __init__(self, role: str, index: int, address: str) -> None:
+    def __init__(self, role: str, index: int, address: str, silence_s: Callable[[], float] | None = None) -> None:
+        """`silence_s`: how long a request may be without a sign of life from the server, now; default SILENCE_S."""
         self.role, self.index, self.address = role, index, address
+        self.silence_s = silence_s or (lambda: SILENCE_S)
         self.heard = False
         """The server has answered at least once."""
         self.incarnation = token_hex(8)
@@ -89,7 +91,7 @@ class Exchange:
         left = self._start + self._timeout_s - now
         if left <= 0:
             raise self._timeout(self._why)
-        if now - self._heard >= SILENCE_S:
+        if now - self._heard >= self._session.silence_s():
             raise ServerSilent(self._session.why_silent(now - self._heard))
         return min(ASK_AGAIN_S if self.outgoing is None else CONNECT_S, left)
 

@@ -12,12 +12,15 @@ from types import FrameType
 
 from asyncrl.fingerprint import fingerprint
 from asyncrl.replay.client import ReplayClient
+from asyncrl.replay.exchange import SILENCE_S
 from asyncrl.replay.keys import load_keys
 from asyncrl.settings import Run
 from asyncrl.training.director import Director
 from asyncrl.training.member import Member
 from asyncrl.training.ranks import join_ranks, leave_ranks
 
+LAST_WORDS_S = 5.0
+"""For a silent replay server once an end was asked for: a scheduler ends both at once, and soon kills."""
 GLOO_MARGIN_S = 300.0
 """Collectives may take this much longer than the longest wait that rank 0 allows itself."""
 
@@ -33,8 +36,11 @@ def main(run: Run, address: str) -> None:
     )
     curve, known = load_keys(run.config.replay.keys, "client"), fingerprint(run.config)
 
+    def patience_s() -> float:
+        return LAST_WORDS_S if stop.asked else SILENCE_S
+
     def connect() -> ReplayClient:
-        return ReplayClient(address, role="trainer", index=ranks.rank, curve=curve, run=known)
+        return ReplayClient(address, role="trainer", index=ranks.rank, curve=curve, run=known, silence_s=patience_s)
 
     member = Member(run, ranks, connect=connect)
     if ranks.is_first:

@@ -87,6 +87,7 @@ def refuse_endless(rejected: Counter[str], limit: int) -> None:
     reasons = ", ".join(f"{n} {r}" for r, n in rejected.most_common())
     raise EndlessRejection(
         f"{rejected.total()} leases in a row ended without a group to train on ({reasons}). `filtered`: all siblings "
-        "have the same reward, so the task is too hard or too easy for this model. Other reasons: failures of rollouts "
-        "or rewards. replay.max_filtered sets how many batches' worth is too many"
+        "have the same reward, so the task is too hard or too easy for this model. `stale`: sampled from weights older "
+        "than their lease; the generators' logs say why no newer ones came. Other reasons: failures of rollouts or "
+        "rewards. replay.max_filtered sets how many batches' worth is too many"
     )

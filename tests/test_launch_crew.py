@@ -145,6 +145,7 @@ def test_processes_of_other_runs_are_never_touched(tmp_path):
 
 
 def test_a_role_that_fails_leaves_its_traceback_for_the_launcher(tmp_path):
+    (tmp_path / "config.yaml").write_text("trainings: {}")
     command = [
         sys.executable,
         "-m",
@@ -161,4 +162,4 @@ def test_a_role_that_fails_leaves_its_traceback_for_the_launcher(tmp_path):
     assert done.returncode == 1
     record = first_error(Path(tmp_path))
     assert (record.role, record.index) == ("generator", 3)
-    assert "is not a run folder" in record.traceback
+    assert "unknown key 'trainings'" in record.traceback

@@ -61,7 +61,8 @@ def _run_role(role: str, *, run_dir: str, index: int, address: str | None) -> in
         return 130
     except BaseException as error:  # noqa: BLE001 (a process boundary: whatever it was, the launcher must hear of it)
         traceback.print_exc()
-        write_error(Path(run_dir), role, index, error)
+        with contextlib.suppress(OSError):  # a copy of the run folder that cannot be written to; it is printed already
+            write_error(Path(run_dir), role, index, error)
         return 1
     return 0
 

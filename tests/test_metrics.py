@@ -177,3 +177,11 @@ def test_wandb_offline_writes_a_run_with_the_real_library(tmp_path, monkeypatch)
         out.log({"step": step, "version": step, "reward/mean": 0.1 * step})
     out.close()
     assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_a_folder_that_cannot_be_written_to_costs_the_trace_and_not_the_process(tmp_path, capsys):
+    run = resolve(load(None, {"run_dir": str(tmp_path)}))
+    (tmp_path / "logs").write_text("a file")
+    with open_timer(run, role="generator", index=1)("rollout"):
+        pass
+    assert "generator 1 writes no trace: [Errno 17]" in capsys.readouterr().err

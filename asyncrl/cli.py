@@ -249,6 +249,11 @@ def _role(args: Arguments) -> NoReturn:
     run_dir = args.overrides.get("run_dir")
     if not isinstance(run_dir, str):
         raise ValueError("--role needs the --run-dir of the run it belongs to")
+    if not Path(run_dir, "config.yaml").exists():  # or a mistyped folder would be made, for the error file
+        raise ValueError(
+            f"--run-dir {run_dir}: it holds no config.yaml here. Every host needs the run folder, or a copy of its "
+            "config.yaml"
+        )
     index = args.options.get("index", "0")
     if not index.isdecimal():
         raise ValueError(f"--index must be a whole number, got {index!r}")

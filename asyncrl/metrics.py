@@ -13,6 +13,7 @@ torch, and nothing here can stop a run (trackers.py drops what fails).
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -79,12 +80,17 @@ ROLE_ORDER = {"trainer": 0, "replay": 100, "generator": 200}
 
 
 def open_timer(run: Run, *, role: str, index: int = 0) -> Timer:
-    """A Timer that writes its spans to logs/trace-<role>-<index>.jsonl, or nowhere when metrics.trace is off."""
+    """A Timer that writes its spans to logs/trace-<role>-<index>.jsonl, or nowhere when metrics.trace is off or the
+    folder cannot be written to: a generator's host may have a copy of the configuration and no more."""
     if not run.config.metrics.trace:
         return Timer()
     folder = run.dir / "logs"
-    folder.mkdir(parents=True, exist_ok=True)
-    trace = open(folder / f"trace-{role}-{index}.jsonl", "ab", buffering=1 << 16)  # noqa: SIM115 (closed by close)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        trace = open(folder / f"trace-{role}-{index}.jsonl", "ab", buffering=1 << 16)  # noqa: SIM115 (closed by close)
+    except OSError as error:
+        print(f"asyncrl: warning: {role} {index} writes no trace: {error}", file=sys.stderr, flush=True)
+        return Timer()
     return Timer(trace, process=f"{role} {index}", pid=ROLE_ORDER.get(role, 300) + index)
 
 

@@ -30,6 +30,8 @@ from asyncrl.settings import Run, load_run
 
 LAUNCHER = "ASYNCRL_LAUNCHER"
 """Process id of the launcher, in the environment of what it starts."""
+ELASTIC = "TORCHELASTIC_RUN_ID"
+"""In the environment of what torch's elastic launcher starts."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -60,14 +62,16 @@ def _run_role(role: str, *, run_dir: str, index: int, address: str | None) -> in
         return 130
     except BaseException as error:  # noqa: BLE001 (a process boundary: whatever it was, the launcher must hear of it)
         traceback.print_exc()
-        write_error(Path(run_dir), role, index, error)
+        with contextlib.suppress(OSError):  # a copy of the run folder that cannot be written to; it is printed already
+            write_error(Path(run_dir), role, index, error)
         return 1
     return 0
 
 
 def die_with_parent() -> None:
-    """Linux: be killed when the process that started this one ends; for children of children too. Elsewhere none."""
-    if not sys.platform.startswith("linux") or LAUNCHER not in os.environ:
+    """Linux: be killed when the process that started this one ends: our launcher or torch's, or a role. Elsewhere, and
+    started by hand, nothing: a shell may well end before."""
+    if not sys.platform.startswith("linux") or not {LAUNCHER, ELASTIC} & os.environ.keys():
         return
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

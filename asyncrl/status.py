@@ -1,7 +1,7 @@
 """Who waits for whom: asked of the replay server once a second, kept in status.json, printed by `asyncrl status RUN`.
 
 The launcher owns a Poller; its thread owns the connection. A server that does not answer leaves the last status
-standing.
+standing. Where the roles were started one by one there is no launcher, and `asyncrl status` asks the server itself.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from asyncrl.metrics import read_rows
 from asyncrl.notices import dropped
 
 EVERY_S = 1.0
+ASK_S = 5.0
+"""How long `asyncrl status` waits for a server that it asks itself."""
+ADDRESS_FILE = "address.json"
 Row = dict[str, Any]
 
 
@@ -114,23 +117,52 @@ def _last(row: Row) -> str:
 
 def describe(run_dir: Path) -> list[str]:
     """`asyncrl status RUN` as lines. Raises ValueError when the folder holds no run."""
-    path = run_dir / "status.json"
-    if not path.exists():
-        raise ValueError(f"{run_dir} has no status.json: no run was launched there")
-    record = msgspec.json.decode(path.read_bytes())
-    age_s, server = time.time() - record["time"], record["server"]
-    lines = [f"{run_dir}: {record['phase']}, as of {age_s:.0f} s ago"]
-    if age_s > 10 and record["phase"] not in ("done", "failed", "interrupted"):
-        lines.append(f"the launcher (process {record['launcher']}) has stopped writing: it is gone or stuck")
-    if server:
-        lines += _server_lines(server, age_s)
+    path, address = run_dir / "status.json", run_dir / ADDRESS_FILE
+    if not path.exists() and not address.exists():
+        raise ValueError(f"{run_dir} has neither status.json nor {ADDRESS_FILE}: no run was started there")
+    if not path.exists() or (address.exists() and address.stat().st_mtime > path.stat().st_mtime):
+        lines = _ask_server(run_dir)
+    else:
+        lines = _told_by_launcher(run_dir, msgspec.json.decode(path.read_bytes()))
     rows = read_rows(run_dir)
     if rows:
         lines.append(_last(rows[-1]))
     return lines
 
 
-def _server_lines(server: Row, age_s: float) -> list[str]:
+def _told_by_launcher(run_dir: Path, record: Row) -> list[str]:
+    age_s, server = time.time() - record["time"], record["server"]
+    lines = [f"{run_dir}: {record['phase']}, as of {age_s:.0f} s ago"]
+    if age_s > 10 and record["phase"] not in ("done", "failed", "interrupted"):
+        lines.append(f"the launcher (process {record['launcher']}) has stopped writing: it is gone or stuck")
+    return lines + (_server_lines(server, age_s) if server else [])
+
+
+def _ask_server(run_dir: Path) -> list[str]:
+    """The roles were started one by one, without a launcher: the server's word, from this host."""
+    from asyncrl.replay.client import ReplayClient
+    from asyncrl.replay.keys import load_keys
+    from asyncrl.replay.server import read_address
+    from asyncrl.settings import load
+
+    address, keys = read_address(run_dir, timeout_s=0.0), load(run_dir / "config.yaml").replay.keys
+    client = ReplayClient(address, role="status", curve=load_keys(keys, "client"))
+    try:
+        server = client.status(ASK_S)
+        client.leave()
+    except TimeoutError:
+        return [
+            f"{run_dir}: the replay server at {address} has not answered within {ASK_S:.0f} s: it has ended, or this "
+            "host cannot reach it or has no key that it lets in (replay.keys)"
+        ]
+    finally:
+        client.close()
+    others = [p for p in server["processes"] if p["role"] != "status"]
+    phase = f"finished ({server['finished']})" if server["finished"] else "running"
+    return [f"{run_dir}: {phase}, says the replay server at {address}", *_server_lines({**server, "processes": others})]
+
+
+def _server_lines(server: Row, age_s: float = 0.0) -> list[str]:
     ledger = server.get("ledger", {})
     counts = ", ".join(f"{k.removeprefix('ledger/')} {v:.0f}" for k, v in ledger.items() if k.startswith("ledger/"))
     lines = [f"step {server.get('step')}, version {server.get('version')} live", f"groups: {counts}"]

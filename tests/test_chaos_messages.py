@@ -112,7 +112,7 @@ def test_a_generator_that_fell_silent_does_not_get_its_leases_back_through_a_par
         trainer = ReplayClient(made.address, role="trainer")
         trainer.publish(version=0, step=0)
         silent.connect(made.address)
-        session = Session("generator", 0)
+        session = Session("generator", 0, "")
         silent.send_multipart(session.pack(session.begin(), messages.AskLease(n=2)))
         assert silent.poll(10_000)
         silent.send_multipart(session.pack(session.begin(), messages.AskLease(n=2)))  # parked, and no word after it

@@ -287,6 +287,13 @@ def test_files_and_folders_that_cannot_be_used_are_one_line(capsys, tmp_path):
         assert said in err
 
 
+def test_a_role_in_a_folder_without_a_run_is_one_line_and_makes_no_folder(capsys, tmp_path):
+    code, _, err = run(capsys, "train", "--role", "generator", "--run-dir", str(tmp_path / "mistyped"))
+    assert (code, err.count("\n")) == (2, 1)
+    assert "holds no config.yaml here" in err
+    assert not (tmp_path / "mistyped").exists()
+
+
 def test_a_misspelt_section_is_answered_with_a_section(capsys):
     for key in ("trainning.steps", "trainings.steps"):
         _, _, err = run(capsys, "train", f"--{key}", "3")

@@ -13,7 +13,7 @@ from asyncrl import Env, Prompt, register_env
 from asyncrl.console import Console, Tail, plain_line, sparkline, waiting
 from asyncrl.metrics import open_timer, write_progress
 from asyncrl.plot import draw
-from asyncrl.replay.server import open_server
+from asyncrl.replay.server import open_server, write_address
 from asyncrl.settings import load, resolve, save
 from asyncrl.status import Poller, describe
 
@@ -163,6 +163,33 @@ def test_the_status_of_a_real_server_is_kept_and_described(run):
     text = "\n".join(describe(run.dir))
     assert "running, as of" in text
     assert "groups: started 0" in text
+
+
+def test_without_a_launcher_the_status_comes_from_the_server_itself(run):
+    """Roles that were started one by one have nobody who writes status.json."""
+    server, stop = open_server(run, bind="tcp://127.0.0.1:*"), threading.Event()
+    write_address(run.dir, server.address)
+    thread = threading.Thread(target=server.run, args=(stop,), daemon=True)
+    thread.start()
+    lines = describe(run.dir)
+    assert lines[0] == f"{run.dir}: running, says the replay server at {server.address}"
+    assert "groups: started 0" in "\n".join(lines)
+    assert "status 0" not in "\n".join(lines)
+    stop.set()
+    thread.join(10)
+    assert server.service.peers.processes() == []
+    server.close()
+
+
+def test_a_server_that_does_not_answer_is_named_with_what_may_be_wrong(run, monkeypatch):
+    monkeypatch.setattr("asyncrl.status.ASK_S", 0.2)
+    write_address(run.dir, "tcp://127.0.0.1:9")
+    assert "the replay server at tcp://127.0.0.1:9 has not answered" in describe(run.dir)[0]
+
+
+def test_a_folder_without_a_run_has_no_status(tmp_path):
+    with pytest.raises(ValueError, match="no run was started there"):
+        describe(tmp_path)
 
 
 @pytest.mark.slow

@@ -116,6 +116,48 @@ def test_a_generator_serves_what_the_trainer_sends_and_ends_with_the_run(tmp_pat
         assert process.wait(60) == 0
 
 
+def test_a_generator_that_comes_after_the_end_of_the_run_ends_too(tmp_path):
+    run = make_run(tmp_path, "good", training__steps=4, supervise__start_timeout_s=15)
+    with serving(run) as address, trainer(address, run) as train:
+        train.client.finish("done")
+        with generator(run, address) as process:
+            assert process.wait(60) == 0
+
+
+def test_a_generator_that_comes_before_the_trainer_of_a_resumed_run_waits_for_it(tmp_path):
+    run = make_run(tmp_path, "good", training__steps=4)
+    with serving(run) as address, trainer(address, run) as former:
+        former.client.finish("interrupted")
+        with generator(run, address) as process:
+            until(lambda: former.sender.newcomers() == 1)  # it knows of a run that is finished
+            former.client.rewind(step=0, version=0)
+            former.publish(0, receivers=1)
+            former.take(1)
+            assert process.poll() is None
+
+
+def test_a_generator_whose_run_ends_before_it_has_weights_ends_too(tmp_path):
+    run = make_run(tmp_path, "good", training__steps=4)
+    with serving(run) as address, trainer(address, run) as train, generator(run, address) as process:
+        until(lambda: train.sender.newcomers() == 1)
+        train.client.finish("done")
+        assert process.wait(60) == 0
+
+
+def test_a_generator_that_lives_on_follows_a_trainer_that_starts_again(tmp_path):
+    run = make_run(tmp_path, "good", training__steps=4)
+    with serving(run) as address, generator(run, address) as process:
+        with trainer(address, run) as former:
+            former.publish(0, receivers=1)
+            former.client.rewind(step=0, version=0)  # which voids its announcement
+        with trainer(address, run) as train:  # its sender listens elsewhere
+            train.publish(0, receivers=1)
+            train.take(1)
+            train.publish(1, receivers=1)
+            train.client.finish("done")
+            assert process.wait(60) == 0
+
+
 def test_sigterm_ends_a_generator_cleanly_and_frees_its_leases_at_once(tmp_path):
     run = make_run(tmp_path, "slow", training__steps=9)
     with serving(run) as address, trainer(address, run) as train, generator(run, address) as process:

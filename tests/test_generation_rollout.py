@@ -146,6 +146,44 @@ def test_what_is_sampled_does_not_depend_on_how_much_runs_at_once(tmp_path):
     assert len({tuple(tokens) for _, tokens, _, _ in narrow}) > 20
 
 
+def test_a_generator_that_missed_a_sync_waits_for_its_leases_version(tmp_path):
+    """Its groups would be older than their leases, and each would be leased again in vain."""
+    run = make_run(tmp_path, "good", training__steps=3)
+    engine = tiny_engine()
+
+    async def go(address):
+        client, trainer = AsyncReplayClient(address), ReplayClient(address, role="trainer")
+        pool = RewardPool(run.dir, num_workers=1, timeout_s=9, start_timeout_s=60)
+        await asyncio.gather(engine.start(), pool.start(), client.hello())
+        trainer.publish(version=1, step=0)
+        loop = RolloutLoop(
+            engine=engine, env=run.env, algo=run.algo, client=client, chat=Chat(tokenizer=load_tokenizer("tiny")),
+            config=run.config, score=pool.score,
+        )  # fmt: skip
+        running = asyncio.create_task(loop.run())
+        try:
+            while not client._held:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)  # the group has begun
+            assert engine.activity()["requests"] == 0
+            await engine.load_weights(build_model("tiny", dtype=torch.float32).named_parameters(), 1)
+            size = run.config.training.batch_size
+            taken = await asyncio.to_thread(trainer.take, step=1, num_groups=size, version=1, timeout_s=60)
+            trainer.finish("done")
+            await running
+        finally:
+            await pool.close()
+            await engine.close()
+            client.close()
+            trainer.close()
+        return taken
+
+    with serving(run) as address:
+        taken = asyncio.run(asyncio.wait_for(go(address), 90))
+    assert "dropped/stale" not in taken.metrics
+    assert {int(v) for g in taken.groups for e in g.episodes for v in e.versions[e.loss_mask]} == {1}
+
+
 def test_the_engines_death_is_not_data_but_the_end(tmp_path):
     run = make_run(tmp_path, "good", training__steps=3)
     engine = tiny_engine()

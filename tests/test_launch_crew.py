@@ -87,6 +87,15 @@ def test_a_dead_process_is_reported_once_and_its_group_is_ended(tmp_path):
         until(lambda: not members(crew.mark))
 
 
+def test_a_role_that_cannot_leave_an_error_file_still_prints_its_own_error_last(tmp_path):
+    (tmp_path / "config.yaml").write_text("trainings: {}")
+    (tmp_path / "errors").write_text("a file")
+    command = [sys.executable, "-m", "asyncrl", "train", "--role", "generator", "--run-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "unknown key 'trainings'" in done.stderr.splitlines()[-1]
+
+
 def test_the_first_error_in_time_wins(tmp_path):
     for index in (1, 0):
         try:
@@ -166,6 +175,7 @@ def test_processes_of_other_runs_are_never_touched(tmp_path):
 
 
 def test_a_role_that_fails_leaves_its_traceback_for_the_launcher(tmp_path):
+    (tmp_path / "config.yaml").write_text("trainings: {}")
     command = [
         sys.executable,
         "-m",
@@ -182,4 +192,4 @@ def test_a_role_that_fails_leaves_its_traceback_for_the_launcher(tmp_path):
     assert done.returncode == 1
     record = first_error(Path(tmp_path))
     assert (record.role, record.index) == ("generator", 3)
-    assert "is not a run folder" in record.traceback
+    assert "unknown key 'trainings'" in record.traceback

@@ -193,3 +193,11 @@ def test_tensorboard_holds_the_figures_of_the_rows_and_hides_what_a_resume_repea
     shown = [(scalar.step, scalar.value) for scalar in events.Scalars("reward/mean")]
     assert shown == [(1, 0.25), (2, 0.25), (3, 0.25), (4, 0.5), (5, 0.5), (6, 0.5)]
     assert set(events.Tags()["scalars"]) == {"version", "reward/mean", "time/elapsed_s"}
+
+
+def test_a_folder_that_cannot_be_written_to_costs_the_trace_and_not_the_process(tmp_path, capsys):
+    run = resolve(load(None, {"run_dir": str(tmp_path)}))
+    (tmp_path / "logs").write_text("a file")
+    with open_timer(run, role="generator", index=1)("rollout"):
+        pass
+    assert "generator 1 writes no trace: [Errno 17]" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from asyncrl.training.prefetch import Prefetch
 
 
 def test_request_that_has_left_is_given_time_before_it_is_asked_after() -> None:
-    request = exchange.Exchange(exchange.Session("trainer", 0), messages.Status(), (), 100.0)
+    request = exchange.Exchange(exchange.Session("trainer", 0, "tcp://127.0.0.1:9"), messages.Status(), (), 100.0)
     assert request.wait_s() == exchange.CONNECT_S
     request.outgoing = None
     assert request.wait_s() == exchange.ASK_AGAIN_S

@@ -56,6 +56,28 @@ def test_client_on_the_allow_list_gets_in_and_nobody_else(tmp_path: Path, folder
         assert {p.role for p in made.service.peers.known.values()} == {"status"}
 
 
+def test_whom_the_server_turns_away_its_log_names_once(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(secured_run(tmp_path, folder)) as made:
+        mine = keys.load_keys(folder, "client")
+        assert mine is not None
+        for public, secret in (zmq.curve_keypair(), zmq.curve_keypair()):
+            assert not can_talk(made.address, keys.CurveKeys(public=public, secret=secret, server=mine.server))
+    said = f"a client at 127.0.0.1 is turned away: its key has no line in {folder / 'allowed'}"
+    assert [record.getMessage() for record in caplog.records] == [said]
+
+
+def test_client_that_is_not_let_in_says_where_it_was_and_what_to_check(tmp_path: Path, folder: Path) -> None:
+    with serving(secured_run(tmp_path, folder)) as made:
+        client = ReplayClient(made.address, role="trainer")
+        with pytest.raises(exchange_module.ServerSilent) as silent:
+            client.finish("done")
+        client.close()
+    assert f"the replay server at {made.address} has not answered within 2 s" in str(silent.value)
+    assert "the keys do not match" in str(silent.value)
+
+
 def test_client_refuses_a_server_with_another_key(tmp_path: Path, folder: Path) -> None:
     with serving(secured_run(tmp_path, folder)) as made:
         mine = keys.load_keys(folder, "client")

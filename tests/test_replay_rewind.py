@@ -22,7 +22,7 @@ class Wire:
     """One process of a run whose server is turned by hand: several requests can come in one turn."""
 
     def __init__(self, context: zmq.Context, made: server.Server, role: str) -> None:
-        self.made, self.session = made, Session(role, 0)
+        self.made, self.session = made, Session(role, 0, "")
         self.socket = context.socket(zmq.DEALER)
         self.socket.connect(made.address)
 

@@ -158,7 +158,7 @@ def test_noise_and_strange_requests_are_counted_and_ignored(tmp_path: Path) -> N
             noise.connect(made.address)
             for frames in ([b""], [b"noise"], [wire.PREFIX + b"\xc1"], [b"ARL\xff" + b"\x90"], [b"x"] * 50):
                 noise.send_multipart(frames)
-            session = Session("generator", 0)
+            session = Session("generator", 0, "")
             noise.send_multipart(session.pack(session.begin(), messages.Insert(lease_id=0), [b"x"]))
             assert noise.poll(5000)
             reply = wire.unpack_reply(unseal(noise.recv_multipart())[0])
@@ -179,7 +179,7 @@ def test_repeated_and_late_requests_are_answered_once(tmp_path: Path) -> None:
         context = zmq.Context()
         with context.socket(zmq.DEALER) as dealer:
             dealer.connect(made.address)
-            session = Session("generator", 0)
+            session = Session("generator", 0, "")
             ask = session.pack(session.begin(), messages.AskLease(n=2))
             leases = []
             for _ in range(3):
@@ -206,7 +206,7 @@ def test_client_that_does_not_read_does_not_hold_up_the_others(tmp_path: Path) -
             slow.setsockopt(zmq.RCVHWM, 1)
             slow.setsockopt(zmq.RCVBUF, 4096)
             slow.connect(made.address)
-            session = Session("status", 0)
+            session = Session("status", 0, "")
             for _ in range(3000):
                 slow.send_multipart(session.pack(session.begin(), messages.Status()))
             other = ReplayClient(made.address, role="trainer")

@@ -134,10 +134,35 @@ def test_a_signal_while_it_waits_ends_it_with_a_checkpoint(tmp_path):
     assert not (run.dir / "model").exists()
 
 
+def test_a_signal_to_the_server_and_the_trainer_at_once_ends_it_with_a_checkpoint(tmp_path):
+    """As a scheduler ends a job: everybody is told, and killed half a minute later."""
+    with world(tmp_path, generate=False) as (run, _):
+        pass
+    role = [sys.executable, "-m", "asyncrl", "train", "--role", "replay", "--run-dir", str(run.dir)]
+    (run.dir / "address.json").unlink()
+    server = subprocess.Popen(role)
+    try:
+        processes = start(run, read_address(run.dir, timeout_s=60))
+        deadline = time.monotonic() + 200
+        while not (run.dir / "metrics.jsonl").exists() or not rows_of(run):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0
+        processes[0].send_signal(signal.SIGTERM)
+        codes, output = finish(processes, timeout_s=30)
+    finally:
+        server.kill()
+    assert codes == [0], output
+    assert "this run ends without it" in output
+    assert (run.dir / "checkpoints" / "step-000000" / "COMPLETE").exists()
+
+
 def test_a_wait_without_generators_ends_in_its_diagnosis(tmp_path):
-    with world(tmp_path, generate=False, supervise__stall_limit_s=2) as (run, address):
-        codes, _ = finish(start(run, address))
+    with world(tmp_path, generate=False, supervise__stall_limit_s=3, supervise__stall_s=1) as (run, address):
+        codes, output = finish(start(run, address))
     assert codes == [1]
+    assert "asyncrl.training.director trainer has waited" in output  # before the end, too
     error = json.loads((run.dir / "errors" / "trainer-0.json").read_text())
     assert "TakeTimeout" in error["traceback"]
     assert "no generator" in error["traceback"]

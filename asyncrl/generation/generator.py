@@ -12,11 +12,15 @@ import contextlib
 import importlib.util
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from math import inf
 from secrets import token_hex
+from typing import Any
 
 from asyncrl.chat import Chat
 from asyncrl.config import Config
+from asyncrl.fingerprint import fingerprint
 from asyncrl.generation.engine import Engine
 from asyncrl.generation.periodic import PeriodicEvaluation
 from asyncrl.generation.rewards import RewardPool
@@ -73,11 +77,12 @@ async def serve(run: Run, index: int, address: str) -> None:
     """
     async with contextlib.AsyncExitStack() as stack:
         curve = load_keys(run.config.replay.keys, "client")
-        client = await stack.enter_async_context(_client(index, address, curve))
+        client = await stack.enter_async_context(_client(run.config, index, address, curve))
         engine = Traced(make_engine(run, index), open_timer(run, role="generator", index=index))
         stack.push_async_callback(engine.close)
         helpers = await stack.enter_async_context(_helpers())
-        helpers(_heartbeats(client, engine, run.config.supervise.heartbeat_s))
+        life = Life(patience_s=run.config.supervise.start_timeout_s)
+        helpers(_heartbeats(client, engine, run.config.supervise.heartbeat_s, life))
         rewards = _reward_pool(run.config)
         stack.push_async_callback(rewards.close)
         await asyncio.gather(engine.start(), rewards.start())
@@ -85,7 +90,10 @@ async def serve(run: Run, index: int, address: str) -> None:
         evaluation = PeriodicEvaluation(run, engine=engine, chat=chat)
         if run.config.eval.every and index == 0:
             helpers(evaluation.run())
-        await _first_weights(run.config, client, engine, index, helpers, evaluation.due)
+        weights = _first_weights(run.config, client, engine, index, helpers, evaluation.due)
+        if not await _unless(life.over, weights):
+            log.info("generator %d ends: the run was over before weights came", index)
+            return
         await RolloutLoop(
             engine=engine,
             env=run.env,
@@ -99,8 +107,10 @@ async def serve(run: Run, index: int, address: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _client(index: int, address: str, curve: CurveKeys | None) -> AsyncIterator[AsyncReplayClient]:
-    client = AsyncReplayClient(address, index=index, curve=curve)
+async def _client(
+    config: Config, index: int, address: str, curve: CurveKeys | None
+) -> AsyncIterator[AsyncReplayClient]:
+    client = AsyncReplayClient(address, index=index, curve=curve, run=fingerprint(config))
     try:
         await client.hello()
         yield client
@@ -120,11 +130,41 @@ async def _helpers() -> AsyncIterator[Callable]:
             task.cancel()
 
 
-async def _heartbeats(client: AsyncReplayClient, engine: Engine, every_s: float) -> None:
+class Life:
+    """Whether the run is over, as the replay server's answers to heartbeats say.
+
+    Until its trainer is there, a run that is resumed looks as finished as it was: it gets `patience_s`.
+    """
+
+    def __init__(self, *, patience_s: float) -> None:
+        self._begun, self._since = False, time.monotonic()
+        self._patience_s = patience_s
+        self.over = asyncio.Event()
+
+    def hear(self, goes_on: bool) -> None:
+        self._begun = self._begun or goes_on
+        if not goes_on and (self._begun or time.monotonic() - self._since > self._patience_s):
+            self.over.set()
+
+
+async def _heartbeats(client: AsyncReplayClient, engine: Engine, every_s: float, life: Life) -> None:
     """Tell the server each `every_s` what the engine has done; renews the leases."""
     while True:
-        await client.heartbeat(engine.activity())
+        life.hear(await client.heartbeat(engine.activity()))
         await asyncio.sleep(every_s)
+
+
+async def _unless(over: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Do `work`; False when `over` came first. Raises what the work raises."""
+    task, end = asyncio.ensure_future(work), asyncio.ensure_future(over.wait())
+    try:
+        await asyncio.wait({task, end}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            await task
+        return task.done()
+    finally:
+        task.cancel()
+        end.cancel()
 
 
 async def _first_weights(
@@ -144,21 +184,43 @@ async def _first_weights(
         on_version(version)
 
     sender = await client.lookup("weights", limit_s)
-    helpers(
-        follow(
-            sender,
-            engine,
-            index=index,
-            incarnation=token_hex(8),
-            config=config.weights,
-            on_version=serves,
-            curve=load_keys(config.replay.keys, "client"),
-        )
-    )
+    helpers(_follow_announced(config, client, engine, index, serves))
     try:
         await asyncio.wait_for(served.wait(), limit_s)
     except TimeoutError:
         raise TimeoutError(f"the trainer at {sender} has sent no weights within {limit_s:.0f} s") from None
+
+
+async def _follow_announced(
+    config: Config, client: AsyncReplayClient, engine: Engine, index: int, on_version: Callable[[int], None]
+) -> None:
+    """Follow the sender that is announced. Consumes announcements; waits for one, each heartbeat; is unblocked by a
+    trainer that has started again, whose sender listens elsewhere; produces nothing itself. Ends as `follow` does.
+    """
+    curve, address, following = load_keys(config.replay.keys, "client"), "", None
+    async with asyncio.TaskGroup() as tasks:
+        while True:
+            announced = await client.lookup("weights", inf)
+            if announced != address:
+                if following is not None:
+                    log.warning(
+                        "generator %d: weights come from %s now, and no longer from %s", index, announced, address
+                    )
+                    following.cancel()
+                    await asyncio.wait({following})  # what it has received is discarded
+                address, incarnation = announced, token_hex(8)
+                following = tasks.create_task(
+                    follow(
+                        address,
+                        engine,
+                        index=index,
+                        incarnation=incarnation,
+                        config=config.weights,
+                        on_version=on_version,
+                        curve=curve,
+                    )
+                )
+            await asyncio.sleep(config.supervise.heartbeat_s)
 
 
 def make_engine(run: Run, index: int) -> Engine:

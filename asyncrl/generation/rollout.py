@@ -8,6 +8,7 @@ reward and knows no algorithm beyond `reward` and `keep`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import traceback
@@ -30,6 +31,9 @@ from asyncrl.replay.messages import Lease
 from asyncrl.types import Episode, Group, Prompt
 
 log = logging.getLogger(__name__)
+CATCH_UP_S = 10.0
+"""How long a group waits for the version of its lease: sampled from older weights it would count for nothing."""
+CATCH_UP_LOOK_S = 0.01
 LOGGED_FAILURES = 20
 """Failed rollouts that are logged with their traceback; later ones are counted by the server alone."""
 
@@ -142,6 +146,7 @@ class RolloutLoop:
 
     async def group(self, lease: Lease) -> None:
         """Roll out one lease to its end: inserted or dropped."""
+        await self._catch_up(lease.version)
         siblings = Siblings([self._generate(lease.prompt, sample) for sample in range(self._algo.n_samples)])
         try:
             group = await self._roll_out(lease, siblings)
@@ -155,6 +160,14 @@ class RolloutLoop:
             await self._client.insert(group)
         else:
             await self._drop(lease, "filtered", siblings)
+
+    async def _catch_up(self, version: int) -> None:
+        """Wait until the engine serves `version`, the lease's, at most CATCH_UP_S. It does not yet when this generator
+        missed a sync, or its trainer has started again; new weights are on their way then."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CATCH_UP_S):
+                while self._engine.version < version:
+                    await asyncio.sleep(CATCH_UP_LOOK_S)
 
     async def _drop(self, lease: Lease, reason: str, siblings: Siblings, why: str = "") -> None:
         await self._client.drop(lease.id, reason, num_tokens=siblings.num_tokens, why=why, **siblings.means())

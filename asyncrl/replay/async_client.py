@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf, nan
@@ -43,12 +43,19 @@ class AsyncReplayClient:
     """asyncio client: any number of requests at once."""
 
     def __init__(
-        self, address: str, *, role: str = "generator", index: int = 0, curve: CurveKeys | None = None
+        self,
+        address: str,
+        *,
+        role: str = "generator",
+        index: int = 0,
+        curve: CurveKeys | None = None,
+        run: Mapping[str, str] | None = None,
     ) -> None:
-        self.address, self._session = address, Session(role, index)
+        """`run`: the fingerprint of this process's configuration; a server of another run refuses it."""
+        self.address, self._session = address, Session(role, index, address)
         self._context = zmq.Context()
         self._socket = connect(self._context, address, curve)
-        self._hello = messages.Hello(pid=os.getpid(), host=socket.gethostname())
+        self._hello = messages.Hello(pid=os.getpid(), host=socket.gethostname(), run=dict(run or {}))
         self._open: dict[int, Open] = {}
         """By sequence number."""
         self._held: set[int] = set()
@@ -103,9 +110,10 @@ class AsyncReplayClient:
         await self._call(body, messages.Done)
         self._held.discard(lease_id)
 
-    async def heartbeat(self, activity: dict[str, float]) -> None:
-        """Report the engine's counters; renews the leases that this client still holds."""
-        await self._call(messages.Heartbeat(activity=activity, held=sorted(self._held)), messages.Done)
+    async def heartbeat(self, activity: dict[str, float]) -> bool:
+        """Report the engine's counters; renews the leases that this client still holds. False: the run is finished."""
+        body = messages.Heartbeat(activity=activity, held=sorted(self._held))
+        return (await self._call(body, messages.Done)).accepted
 
     async def leave(self) -> None:
         """This generator ends; its leases are free at once."""

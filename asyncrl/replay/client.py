@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -69,19 +69,30 @@ class Packed(NamedTuple):
 class ReplayClient:
     """Blocking client. Not for use by several threads: each makes its own."""
 
-    def __init__(self, address: str, *, role: str, index: int = 0, curve: CurveKeys | None = None) -> None:
-        self.address, self._session = address, Session(role, index)
+    def __init__(
+        self,
+        address: str,
+        *,
+        role: str,
+        index: int = 0,
+        curve: CurveKeys | None = None,
+        run: Mapping[str, str] | None = None,
+        silence_s: Callable[[], float] | None = None,
+    ) -> None:
+        """`run`: the fingerprint of this process's configuration; a server of another run refuses it. `silence_s`: for
+        how long the server may be silent, asked again and again; default SILENCE_S."""
+        self.address, self._session = address, Session(role, index, address, silence_s)
         self._context = zmq.Context()
         self._socket = connect(self._context, address, curve)
-        self._hello = messages.Hello(pid=os.getpid(), host=socket.gethostname())
+        self._hello = messages.Hello(pid=os.getpid(), host=socket.gethostname(), run=dict(run or {}))
         self._greeted = False
         self._folder: Path | None = None
         """Where groups may lie in files."""
 
-    def hello(self) -> Welcome:
+    def hello(self, timeout_s: float = inf) -> Welcome:
         """Say who this is; done before the first request by itself."""
         self._greeted = True
-        welcome = self._call(self._hello, Welcome)
+        welcome = self._await(Exchange(self._session, self._hello, (), timeout_s), Welcome)[0]
         self._folder = accept(welcome.offer)
         return welcome
 
@@ -91,7 +102,7 @@ class ReplayClient:
 
     def ask(self, *, step: int, num_groups: int, version: int, timeout_s: float) -> Asked:
         """The first half of `take`: send the request. No other request until it is answered."""
-        self._greet()
+        self._greet(timeout_s)
         by_place = self._folder is not None
         return self._ask(messages.Take(step=step, num_groups=num_groups, version=version, by_place=by_place), timeout_s)
 
@@ -148,6 +159,10 @@ class ReplayClient:
         """Ledger, processes, who waits for what and why."""
         return self._exchange(messages.Status(), messages.Report, timeout_s=timeout_s)[0].status
 
+    def leave(self) -> None:
+        """This process asks nothing more, and is no longer shown."""
+        self._call(messages.Leave(), messages.Done)
+
     def close(self) -> None:
         """Close the socket at once."""
         self._socket.close(linger=LINGER_MS)
@@ -159,12 +174,12 @@ class ReplayClient:
     def _exchange(
         self, body: messages.Request, expected: type[M], *, timeout_s: float
     ) -> tuple[M, Sequence[wire.Frame]]:
-        self._greet()
+        self._greet(timeout_s)
         return self._await(Exchange(self._session, body, (), timeout_s), expected)
 
-    def _greet(self) -> None:
+    def _greet(self, timeout_s: float) -> None:
         if not self._greeted:
-            self.hello()
+            self.hello(timeout_s)
 
     def _go_on(self, exchange: Exchange) -> None:
         """Send what there is to send."""

@@ -6,7 +6,7 @@ Used by both clients, `client.py` and `async_client.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from secrets import token_hex
 from typing import TypeVar
 
@@ -34,8 +34,12 @@ class ServerSilent(TimeoutError):
 class Session:
     """Numbers the requests of one incarnation. Pure."""
 
-    def __init__(self, role: str, index: int) -> None:
-        self.role, self.index = role, index
+    def __init__(self, role: str, index: int, address: str, silence_s: Callable[[], float] | None = None) -> None:
+        """`silence_s`: how long a request may be without a sign of life from the server, now; default SILENCE_S."""
+        self.role, self.index, self.address = role, index, address
+        self.silence_s = silence_s or (lambda: SILENCE_S)
+        self.heard = False
+        """The server has answered at least once."""
         self.incarnation = token_hex(8)
         self.next_seq = 0
         self.open: set[int] = set()
@@ -45,6 +49,18 @@ class Session:
         seq, self.next_seq = self.next_seq, self.next_seq + 1
         self.open.add(seq)
         return seq
+
+    def why_silent(self, for_s: float) -> str:
+        """One line for the end of a wait: what happened, and where to look."""
+        if self.heard:
+            return (
+                f"the replay server at {self.address} has not been heard from for {for_s:.0f} s: it has ended or this "
+                "host cannot reach it any more; its log says which"
+            )
+        return (
+            f"the replay server at {self.address} has not answered within {for_s:.0f} s: it does not run, this host "
+            "cannot reach that address, or the keys do not match (replay.keys here and there; `allowed` there)"
+        )
 
     def pack(self, seq: int, body: messages.Request, payload: Sequence[wire.Frame] = ()) -> list[wire.Frame]:
         acked = min(self.open, default=self.next_seq)
@@ -75,8 +91,8 @@ class Exchange:
         left = self._start + self._timeout_s - now
         if left <= 0:
             raise self._timeout(self._why)
-        if now - self._heard >= SILENCE_S:
-            raise ServerSilent(f"the replay server has not been heard from for {now - self._heard:.0f} s")
+        if now - self._heard >= self._session.silence_s():
+            raise ServerSilent(self._session.why_silent(now - self._heard))
         return min(ASK_AGAIN_S if self.outgoing is None else CONNECT_S, left)
 
     def nothing_came(self) -> None:
@@ -85,7 +101,7 @@ class Exchange:
 
     def hear(self, reply: messages.Reply) -> messages.Reply | None:
         """The final reply, or None when there is more to wait for. Raises when it was refused."""
-        self._heard = time.monotonic()
+        self._heard, self._session.heard = time.monotonic(), True
         match reply:
             case messages.Parked(diagnosis=why):
                 self._why = why

@@ -14,6 +14,7 @@ as libzmq makes them. Secrets are never logged, printed or sent.
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import threading
@@ -24,8 +25,11 @@ from typing import Any, Literal
 import zmq
 from zmq.utils import z85
 
+log = logging.getLogger(__name__)
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 DOMAIN = b"asyncrl"
+NAMED = 64
+"""Hosts turned away that the log names, once each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -103,6 +107,7 @@ class Gate:
         self._allowed = keys.allowed
         self.refused = 0
         """Connections turned away so far."""
+        self._named: set[bytes] = set()
         self._socket = context.socket(zmq.REP)
         self._socket.linger = 0
         self._socket.bind(ZAP_ENDPOINT)
@@ -123,7 +128,7 @@ class Gate:
         self._socket.close()
 
     def _verdict(self, request: list[bytes]) -> list[bytes]:
-        version, request_id, domain, _, _, mechanism, *credentials = [*request, *[b""] * 6][: max(7, len(request))]
+        version, request_id, domain, host, _, mechanism, *credentials = [*request, *[b""] * 6][: max(7, len(request))]
         key = credentials[0] if credentials else b""
         if (
             domain == DOMAIN
@@ -133,6 +138,9 @@ class Gate:
         ):
             return [version, request_id, b"200", b"OK", z85.encode(key), b""]
         self.refused += 1
+        if host not in self._named and len(self._named) < NAMED:
+            self._named.add(host)
+            log.warning("a client at %s is turned away: its key has no line in %s", host.decode(), self._allowed)
         return [version, request_id, b"400", b"key not allowed", b"", b""]
 
 

@@ -19,6 +19,7 @@ FEW = 32
 REMEDIES = {
     "filtered": "all responses to a prompt got the same reward, so the task is too hard or too easy for this model; "
     "try other prompts, a reward with parts, or supervised training first (`asyncrl sft`)",
+    "stale": "they were sampled from weights older than their lease; the generators' logs say why no newer ones came",
     "too_long": "raise training.seq_len, or make prompts and generation.max_tokens shorter",
     "reward_timeout": "make the reward faster, or raise generation.reward_timeout_s",
     "rollout_timeout": "make the rollout faster, or raise generation.rollout_timeout_s",

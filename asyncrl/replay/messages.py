@@ -66,6 +66,8 @@ class Hello(_Message):
 
     pid: Count = 0
     host: Name = ""
+    run: Annotated[dict[Name, Name], msgspec.Meta(max_length=64)] = {}
+    """`fingerprint` of its configuration; nothing: it only looks on."""
 
 
 class AskLease(_Message):

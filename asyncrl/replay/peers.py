@@ -5,9 +5,10 @@ Used by `service.py`. Pure: the time is an argument.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from asyncrl.fingerprint import differences
 from asyncrl.replay import wire
 from asyncrl.replay.messages import Hello
 from asyncrl.replay.parcel import Parcel
@@ -116,6 +117,8 @@ class Peers:
     """All of them, by incarnation."""
 
     known: dict[str, Peer] = field(default_factory=dict)
+    run: Mapping[str, str] = field(default_factory=dict)
+    """The fingerprint of this run's configuration."""
 
     def hear(self, envelope: wire.Envelope, identity: bytes, now: float) -> Peer:
         """The sender of a message, new or known. Raises ValueError when there are too many."""
@@ -131,7 +134,12 @@ class Peers:
         return peer
 
     def introduce(self, peer: Peer, hello: Hello) -> list[Peer]:
-        """`peer` says who it is. Returns those whose place it takes."""
+        """`peer` says who it is. Returns those whose place it takes. Raises ValueError when it is another run's."""
+        if differ := differences(self.run, hello.run):
+            raise ValueError(
+                f"this {peer.name} belongs to another run than this server: {', '.join(differ)} differ in its "
+                "config.yaml; give it this run's folder (--run-dir), or its own server's address (--address)"
+            )
         peer.pid, peer.host = hello.pid, hello.host
         if peer.role not in NUMBERED:
             return []

@@ -19,12 +19,14 @@ import zmq
 
 from asyncrl.config import Config
 from asyncrl.curriculum import Curriculum
+from asyncrl.fingerprint import fingerprint
 from asyncrl.hosts import reachable
 from asyncrl.replay import frames, wire
 from asyncrl.replay.buffer import Buffer
 from asyncrl.replay.journal import Journal
 from asyncrl.replay.keys import CurveKeys, Gate, load_keys, secure_server
 from asyncrl.replay.limiter import make_limits
+from asyncrl.replay.peers import Peers
 from asyncrl.replay.samplers import SAMPLERS
 from asyncrl.replay.service import Service
 from asyncrl.replay.spool import Files
@@ -195,6 +197,7 @@ def open_server(run: Any, *, bind: str) -> Server:
         buffer=buffer,
         incarnation=token_hex(8),
         announced=announced,
+        peers=Peers(run=fingerprint(config)),
         run=config.name,
         supervise=config.supervise,
         rewind=rewind,

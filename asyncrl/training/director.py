@@ -14,6 +14,7 @@ import numpy as np
 
 from asyncrl.metrics import Evaluated, open_timer, open_trackers
 from asyncrl.replay.client import ReplayClient, Taken
+from asyncrl.replay.exchange import ServerSilent
 from asyncrl.settings import Run
 from asyncrl.training import reports
 from asyncrl.training.batch import prepare
@@ -45,6 +46,8 @@ class Director:
         self._step = member.start.step
         self._saved = member.start.step if member.start.step else -1
         self._forgotten = -1
+        self._deserted = False
+        """The replay server fell silent when this run was already told to end."""
         self._idle_s = 0.0
         self._row_at = time.perf_counter()
         """End of the last row's step: a row accounts for the time since then, the saving of a checkpoint included."""
@@ -95,8 +98,15 @@ class Director:
             elif now - beat > self._config.supervise.stall_s:
                 self.member.order(Wait())
                 self._announce()
+                self._say_why()
                 beat = now
         return None
+
+    def _say_why(self) -> None:
+        """What a long wait is for, in this process's log: where roles were started one by one nobody else tells."""
+        for wait in self._client.status()["waiting"]:
+            if wait["who"] == "trainer":
+                log.warning("%s", wait["why"])
 
     def _train(self, taken: Taken) -> None:
         step, version = self._step + 1, self._step
@@ -145,14 +155,27 @@ class Director:
             report: SyncReport = self.member.order(Publish(self._step))
         for dropped in report.dropped:
             log.warning("generator %d left the sync at %s: %s", dropped.index, dropped.stage, dropped.reason)
-        self._client.publish(version=self._step, step=self._step)
+        self._tell(lambda: self._client.publish(version=self._step, step=self._step))
         if report.receivers:
             self._sync = _describe(report)
 
     def _announce(self) -> None:
         """Where generators find the weights. Said again and again: the server forgets a client that is silent."""
-        assert self.member.sender.address is not None
-        self._client.announce("weights", self.member.sender.address)
+        address = self.member.sender.address
+        assert address is not None
+        self._tell(lambda: self._client.announce("weights", address))
+
+    def _tell(self, say: Callable[[], None]) -> None:
+        """Tell the replay server. One that has ended too does not keep an interrupted run from its checkpoint."""
+        if self._deserted:
+            return
+        try:
+            say()
+        except ServerSilent as error:
+            if not self._interrupted():
+                raise
+            log.warning("%s; this run ends without it", error)
+            self._deserted = True
 
     def _save_if_due(self) -> None:
         every = self._config.checkpoint.every
@@ -169,7 +192,7 @@ class Director:
         """What none of the last checkpoints can ask for again may leave the journal."""
         oldest = self.member.checkpoints.oldest_step(until=self._step)
         if oldest is not None and oldest > self._forgotten:
-            self._client.forget(step=oldest)
+            self._tell(lambda: self._client.forget(step=oldest))
             self._forgotten = oldest
 
     def _end(self, reason: str) -> None:
@@ -180,7 +203,7 @@ class Director:
         if self._config.checkpoint.export and reason != "interrupted":
             with self._timer("export"):
                 self.member.order(Export())
-        self._client.finish(reason)
+        self._tell(lambda: self._client.finish(reason))
         self.member.order(Stop())
         self._trackers.close()
         self._timer.close()

@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from asyncrl.config import ParallelismConfig
+from asyncrl.fingerprint import fingerprint
 from asyncrl.hosts import reachable
 from asyncrl.reference.directory import Beacon
 from asyncrl.reference.messages import Packed
@@ -36,11 +37,11 @@ def main(run: Run, index: int, address: str, stop: threading.Event) -> None:
     """Answer until the run is finished. Raises KeyboardInterrupt when told to stop before, and what ended a thread."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     config = run.config
-    curve = load_keys(config.replay.keys, "client")
+    curve, known = load_keys(config.replay.keys, "client"), fingerprint(config)
     server = ReferenceServer(bind=config.services.ref_model.bind, curve=load_keys(config.replay.keys, "server"))
     scorer = Scorer(run)
     beacon = Beacon(
-        lambda: ReplayClient(address, role="reference", index=index, curve=curve),
+        lambda: ReplayClient(address, role="reference", index=index, curve=curve, run=known),
         index=index,
         address=reachable(server.address),
         every_s=config.supervise.heartbeat_s,

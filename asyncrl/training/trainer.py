@@ -10,13 +10,17 @@ import logging
 import signal
 from types import FrameType
 
+from asyncrl.fingerprint import fingerprint
 from asyncrl.replay.client import ReplayClient
+from asyncrl.replay.exchange import SILENCE_S
 from asyncrl.replay.keys import load_keys
 from asyncrl.settings import Run
 from asyncrl.training.director import Director
 from asyncrl.training.member import Member
 from asyncrl.training.ranks import join_ranks, leave_ranks
 
+LAST_WORDS_S = 5.0
+"""For a silent replay server once an end was asked for: a scheduler ends both at once, and soon kills."""
 GLOO_MARGIN_S = 300.0
 """Collectives may take this much longer than the longest wait that rank 0 allows itself."""
 
@@ -30,15 +34,17 @@ def main(run: Run, address: str) -> None:
         with_gpus=run.config.services.trainer.with_gpus,
         timeout_s=max(limits.stall_limit_s, limits.start_timeout_s) + GLOO_MARGIN_S,
     )
-    curve = load_keys(run.config.replay.keys, "client")
-    member = Member(run, ranks, connect=lambda: ReplayClient(address, role="trainer", index=ranks.rank, curve=curve))
+    curve, known = load_keys(run.config.replay.keys, "client"), fingerprint(run.config)
+
+    def patience_s() -> float:
+        return LAST_WORDS_S if stop.asked else SILENCE_S
+
+    def connect() -> ReplayClient:
+        return ReplayClient(address, role="trainer", index=ranks.rank, curve=curve, run=known, silence_s=patience_s)
+
+    member = Member(run, ranks, connect=connect)
     if ranks.is_first:
-        director = Director(
-            run,
-            member,
-            connect=lambda: ReplayClient(address, role="trainer", curve=curve),
-            interrupted=lambda: stop.asked,
-        )
+        director = Director(run, member, connect=connect, interrupted=lambda: stop.asked)
         director.conduct()
     else:
         member.follow()

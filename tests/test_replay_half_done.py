@@ -15,7 +15,7 @@ from test_chaos_journal import small_disk
 from test_replay_rewind import Wire, packed
 from test_replay_spool import numbered
 
-from asyncrl.replay import journal, messages, redo, server, spool, wire
+from asyncrl.replay import database, journal, messages, redo, server, spool, wire
 from asyncrl.replay.async_client import AsyncReplayClient
 from asyncrl.replay.client import ReplayClient
 from asyncrl.replay.seal import unseal
@@ -108,7 +108,7 @@ def test_a_turn_that_fits_on_the_disk_only_when_it_is_written_again_keeps_its_pr
     monkeypatch.setattr(made._journal._redo, "append", fill_up)
     generator.send(messages.AskLease(n=2))
     made.service.handle(b"", made._socket.recv_multipart()[1:], 0.0)
-    with pytest.raises(journal.JournalFull):
+    with pytest.raises(database.JournalFull):
         trainer.ask(messages.Rewind(step=0, version=0))
     crash(made)
     again = server.open_server(run, bind="tcp://127.0.0.1:*")

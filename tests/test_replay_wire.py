@@ -205,3 +205,13 @@ def test_a_message_that_was_changed_on_the_way_is_noticed(frames: list[bytes], d
     ):
         with pytest.raises(Damaged, match="damaged on the way"):
             unseal(others)
+
+
+@settings(max_examples=60, deadline=None)
+@given(words=st.integers(2, 5000), seed=st.integers(0, 99), data=st.data())
+def test_words_that_have_changed_places_are_noticed(words: int, seed: int, data: st.DataObject) -> None:
+    sent = np.random.default_rng(seed).integers(0, 1 << 63, words, dtype=np.uint64)
+    a, b = data.draw(st.lists(st.integers(0, words - 1), min_size=2, max_size=2, unique=True))
+    came = sent.copy()
+    came[[a, b]] = sent[[b, a]]
+    assert digest_of(came.data) != digest_of(sent.data)

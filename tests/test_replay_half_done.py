@@ -18,6 +18,7 @@ from test_replay_spool import numbered
 from asyncrl.replay import database, journal, messages, redo, server, spool, wire
 from asyncrl.replay.async_client import AsyncReplayClient
 from asyncrl.replay.client import ReplayClient
+from asyncrl.replay.exchange import Session
 from asyncrl.replay.seal import unseal
 
 
@@ -180,7 +181,7 @@ def test_a_former_trainer_that_wakes_up_is_told_to_end(tmp_path: Path) -> None:
     run = make_run(str(tmp_path), training={"batch_size": 1, "steps": 9}, target_lag=1)
     with serving(run) as made:
         former, trainer, other = (ReplayClient(made.address, role="trainer") for _ in range(3))
-        former._hello.pid = 1
+        former._session.incarnation = "0123456789abcdef"  # of another process
         former.rewind(step=0, version=0)
         former.publish(version=0, step=0)
 
@@ -204,6 +205,80 @@ def test_a_former_trainer_that_wakes_up_is_told_to_end(tmp_path: Path) -> None:
         assert other.take(step=2, num_groups=1, version=1, timeout_s=10).groups[0].prompt.id == 1
         for client in (former, trainer, other):
             client.close()
+
+
+def test_a_former_trainer_is_refused_by_a_server_that_was_killed_since(tmp_path: Path, context: zmq.Context) -> None:
+    """It wakes up and speaks first, also to a server that had never heard of it when the next trainer started."""
+    run = make_run(str(tmp_path), training={"batch_size": 1, "steps": 9}, target_lag=1)
+    sessions: dict[str, Session] = {}
+    made = server.open_server(run, bind="tcp://127.0.0.1:*")
+
+    def wire_of(name: str) -> Wire:
+        client = Wire(context, made, "trainer")
+        client.session = sessions.setdefault(name, client.session)
+        return client
+
+    def restart() -> server.Server:
+        crash(made)
+        return server.open_server(run, bind="tcp://127.0.0.1:*")
+
+    for name in ("first", "second", "third"):
+        trainer = wire_of(name)
+        trainer.session.incarnation = f"{name:_<16}"
+        trainer.ask(messages.Hello(pid=1))
+        assert trainer.ask(messages.Rewind(step=0, version=0)) == messages.Done()
+        trainer.ask(messages.Publish(version=0, step=0))
+        if name == "third":
+            made._journal.rewind(step=0)  # as far as it came with another start afresh when it was killed
+        made = restart()
+    for name in ("first", "second"):
+        former = wire_of(name)
+        for body in (
+            messages.Publish(version=0, step=0),
+            messages.Take(step=1, num_groups=1, version=0),
+            messages.Rewind(step=0, version=0),
+            messages.Finish(reason="done"),
+        ):
+            refused = former.ask(body)
+            assert isinstance(refused, messages.Refused)
+            assert "another trainer has started from a checkpoint" in refused.message
+    trainer = wire_of("third")
+    assert trainer.ask(messages.Rewind(step=0, version=0)) == messages.Done()
+    assert trainer.ask(messages.Publish(version=0, step=0)) == messages.Done()
+    other = Wire(context, made, "trainer")
+    other.session.incarnation = trainer.session.incarnation[:8] + "prefetch"
+    assert isinstance(other.ask(messages.Status()), messages.Report)
+    assert other.ask(messages.Finish(reason="done")) == messages.Done()
+    made.close()
+
+
+def test_a_rewind_that_is_refused_takes_nothing_over(tmp_path: Path, context: zmq.Context) -> None:
+    made = server.open_server(make_run(str(tmp_path)), bind="tcp://127.0.0.1:*")
+    trainer, other = Wire(context, made, "trainer"), Wire(context, made, "trainer")
+    other.session.incarnation = "0123456789abcdef"
+    assert trainer.ask(messages.Rewind(step=0, version=0)) == messages.Done()
+    assert isinstance(other.ask(messages.Rewind(step=7, version=7)), messages.Refused)
+    assert trainer.ask(messages.Publish(version=0, step=0)) == messages.Done()
+    made.close()
+
+
+def test_without_a_journal_a_trainer_from_before_the_server_is_told_to_resume(
+    tmp_path: Path, context: zmq.Context
+) -> None:
+    run = make_run(str(tmp_path), training={"batch_size": 1, "steps": 9}, journal=False)
+    made = server.open_server(run, bind="tcp://127.0.0.1:*")
+    trainer = Wire(context, made, "trainer")
+    trainer.ask(messages.Hello(pid=1))
+    trainer.ask(messages.Rewind(step=0, version=0))
+    assert trainer.ask(messages.Publish(version=0, step=0)) == messages.Done()
+    made.close()
+    made = server.open_server(run, bind="tcp://127.0.0.1:*")
+    again = Wire(context, made, "trainer")
+    again.session = trainer.session
+    refused = again.ask(messages.Publish(version=0, step=0))
+    assert isinstance(refused, messages.Refused)
+    assert "has no journal, so what the run had is lost: resume it" in refused.message
+    made.close()
 
 
 def test_leases_that_a_killed_server_has_granted_and_not_sent_are_those_that_are_asked_for_again(

@@ -16,6 +16,7 @@ from asyncrl.replay.async_client import AsyncReplayClient
 from asyncrl.replay.client import ReplayClient
 from asyncrl.replay.exchange import Session
 from asyncrl.replay.seal import unseal
+from asyncrl.replay.standing import Standing
 
 
 class Wire:
@@ -35,9 +36,11 @@ class Wire:
 
     def ask(self, body: messages.Request, payload: Sequence[wire.Frame] = ()) -> messages.Reply:
         self.send(body, payload)
-        while not self.socket.poll(0):
+        for _ in range(200):  # a turn waits for a message
             self.made.turn()
-        return self.reply()
+            if self.socket.poll(0):
+                return self.reply()
+        raise AssertionError(f"no answer to {body}")
 
 
 @pytest.fixture
@@ -127,7 +130,7 @@ def test_after_a_rewind_the_window_counts_the_seats_that_it_counted_then(tmp_pat
     for step in range(1, 5):
         assert buffer.take(step=step, num_groups=1, version=step - 1)
         lines.append([(seat.position, seat.used_up) for seat in buffer.line])
-        journal.commit(buffer, {})
+        journal.commit(buffer, Standing())
     assert lines[0] == [(0, False), (1, False), (2, False), (3, True)]
     assert lines[-1] == []
     journal.forget(1, buffer)

@@ -27,6 +27,7 @@ from asyncrl.replay.parcel import Parcel, parcel_of
 from asyncrl.replay.redo import Redo, Turn, merge
 from asyncrl.replay.segments import Segments
 from asyncrl.replay.spool import Key, gather
+from asyncrl.replay.standing import Standing
 from asyncrl.types import NOT_SAMPLED, Prompt
 
 WAITING, LEASED, BUFFERED, USED_UP = range(4)
@@ -34,9 +35,6 @@ PENDING_BYTES = 64 << 10
 """Records that may wait for their transaction; as many are read again after a crash."""
 SPARE_SEGMENTS = 8
 """Free segment files that are kept to be written over."""
-
-Announced = dict[str, tuple[str, str]]
-"""key -> (value, incarnation of who announced it)."""
 
 
 class Counters(msgspec.Struct, kw_only=True):
@@ -54,7 +52,7 @@ class Counters(msgspec.Struct, kw_only=True):
     trained_means: Means = msgspec.field(default_factory=Means)
     dropped_means: Means = msgspec.field(default_factory=Means)
     largest_bytes: int = 0
-    announced: dict[str, tuple[str, str]] = {}
+    standing: Standing = msgspec.field(default_factory=Standing)
     skipped: int = 0
     """By the curriculum."""
 
@@ -89,9 +87,9 @@ class Journal:
 
     # Writing
 
-    def commit(self, buffer: Buffer, announced: Announced) -> None:
+    def commit(self, buffer: Buffer, standing: Standing) -> None:
         """Make everything that changed since the last commit safe. Raises JournalFull."""
-        changes, counters = buffer.changes, _ENCODER.encode(_counters(buffer, announced))
+        changes, counters = buffer.changes, _ENCODER.encode(_counters(buffer, standing))
         if not changes.seats and counters == self._written:
             return
         with naming_a_full_disk():
@@ -198,12 +196,12 @@ class Journal:
 
     # Reading
 
-    def restore(self, *, now: float = 0.0) -> tuple[Buffer, Announced]:
-        """The buffer as it was committed last, and what was announced. Leases go on from `now`."""
+    def restore(self, *, now: float = 0.0) -> tuple[Buffer, Standing]:
+        """The buffer and the processes' standing as they were committed last. Leases go on from `now`."""
         self.flush()
         found = self._db.execute("select value from meta").fetchone()
         if found is None:
-            return self._blank(0), {}
+            return self._blank(0), Standing()
         counters = _COUNTERS.decode(found[0])
         buffer = self._blank(counters.cursor)
         _apply(counters, buffer)
@@ -224,7 +222,7 @@ class Journal:
         for step in range(max(1, buffer.step - TAKES_KEPT + 1), buffer.step + 1):
             positions = self._db.execute("select position from used where step = ? order by position", (step,))
             buffer.recent[step] = [parcels[p] for (p,) in positions]
-        return buffer, counters.announced
+        return buffer, counters.standing
 
     def rewind(self, *, step: int) -> Buffer:
         """The buffer as a trainer finds it that resumes from the checkpoint of `step`: what was used later is available
@@ -248,11 +246,12 @@ class Journal:
         return self.restore()[0]
 
     def _start_afresh(self) -> None:
-        """In the database: nothing is left but the number of the next lease."""
+        """In the database: nothing is left but the number of the next lease and who was the trainer."""
         found = self._db.execute("select value from meta").fetchone()
         for table in database.ALL:
             self._db.execute(f"delete from {table}")
-        counters = Counters(next_lease=_COUNTERS.decode(found[0]).next_lease if found else 0)
+        former = _COUNTERS.decode(found[0]) if found else Counters(next_lease=0)
+        counters = Counters(next_lease=former.next_lease, standing=Standing(trainers=former.standing.trainers))
         self._db.execute("insert into meta values (0, ?, ?)", (database.FORMAT, _ENCODER.encode(counters)))
 
     def _undo(self, step: int, uses: int) -> None:
@@ -276,7 +275,8 @@ class Journal:
         run(f"update seats set state = {WAITING}, owner = '', attempt = attempt - 1 where state = {LEASED}")
         counters.step, counters.made_uses, counters.live_uses = step, uses, uses
         counters.live_version, counters.finished = NOT_SAMPLED, None
-        counters.rejected, counters.announced = {}, {}
+        counters.rejected = {}
+        counters.standing = Standing(trainers=counters.standing.trainers)
         run("update meta set value = ?", (_ENCODER.encode(counters),))
 
     def _seats(self, reuse: int, now: float) -> Iterator[tuple[Seat, bytes]]:
@@ -327,10 +327,10 @@ class Journal:
         return self._used_there
 
 
-def _counters(buffer: Buffer, announced: Announced) -> Counters:
+def _counters(buffer: Buffer, standing: Standing) -> Counters:
     same = {name: getattr(buffer, name) for name in _SAME_NAMES}
     skipped = buffer.curriculum.skipped if buffer.curriculum is not None else 0
-    return Counters(rejected=dict(buffer.rejected), announced=announced, skipped=skipped, **same)
+    return Counters(rejected=dict(buffer.rejected), standing=standing, skipped=skipped, **same)
 
 
 def _learnt(curriculum: Curriculum) -> list[tuple[str, int | None, int | None]]:
@@ -344,7 +344,7 @@ def _apply(counters: Counters, buffer: Buffer) -> None:
     buffer.rejected = Counter(counters.rejected)
 
 
-_SAME_NAMES = tuple(name for name in Counters.__struct_fields__ if name not in ("rejected", "announced", "skipped"))
+_SAME_NAMES = tuple(name for name in Counters.__struct_fields__ if name not in ("rejected", "standing", "skipped"))
 _ENCODER = msgspec.msgpack.Encoder()
 _COUNTERS = msgspec.msgpack.Decoder(Counters)
 _PROMPTS = msgspec.msgpack.Decoder(Prompt)

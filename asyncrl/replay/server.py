@@ -28,6 +28,7 @@ from asyncrl.replay.limiter import make_limits
 from asyncrl.replay.samplers import SAMPLERS
 from asyncrl.replay.service import Service
 from asyncrl.replay.spool import Files
+from asyncrl.replay.standing import Standing
 from asyncrl.replay.store import Store
 
 TURN_MESSAGES = 512
@@ -130,7 +131,7 @@ class Server:
     def _commit(self) -> None:
         """Before the replies leave: what is acknowledged is safe."""
         if self._journal is not None:
-            self._journal.commit(self.service.buffer, self.service.announced)
+            self._journal.commit(self.service.buffer, self.service.standing)
             if self._keep_no_steps and self.service.buffer.step >= self._forgotten + FORGET_STEPS:
                 self._forgotten = self.service.buffer.step
                 self._journal.forget(self._forgotten, self.service.buffer)
@@ -177,7 +178,7 @@ def open_server(run: Any, *, bind: str) -> Server:
         Journal(Path(config.run_dir or ".") / "replay", partial(make_buffer, run)) if config.replay.journal else None
     )
     try:
-        buffer, announced = journal.restore() if journal else (make_buffer(run, 0), {})
+        buffer, standing = journal.restore() if journal else (make_buffer(run, 0), Standing())
     except ValueError as error:
         raise ValueError(
             f"the replay journal cannot be read: {error}; a resume with replay.journal false goes on from the last "
@@ -187,14 +188,15 @@ def open_server(run: Any, *, bind: str) -> Server:
     def rewind(step: int) -> Buffer:
         if journal is None:
             return make_buffer_at(run, step)
-        journal.commit(service.buffer, service.announced)  # what this turn has accepted is going to be acknowledged
+        journal.commit(service.buffer, service.standing)  # what this turn has accepted is going to be acknowledged
         return journal.rewind(step=step)
 
     service = Service(
         store=_open_store(config, journal),
         buffer=buffer,
         incarnation=token_hex(8),
-        announced=announced,
+        standing=standing,
+        kept=journal is not None,
         run=config.name,
         supervise=config.supervise,
         rewind=rewind,

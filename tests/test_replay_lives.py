@@ -16,6 +16,7 @@ from asyncrl.config import SuperviseConfig
 from asyncrl.replay import server
 from asyncrl.replay.async_client import AsyncReplayClient
 from asyncrl.replay.client import ReplayClient
+from asyncrl.replay.exchange import TakeTimeout
 
 
 def _lease_and_hang(address: str, leased: object) -> None:
@@ -107,6 +108,23 @@ def test_run_without_generators_ends_with_an_error_that_says_so(tmp_path: Path) 
 
     with pytest.raises(RuntimeError, match="no generator has been alive"):
         work()
+
+
+def test_a_resumed_run_gives_its_generators_as_long_to_start_as_a_new_one(tmp_path: Path) -> None:
+    run = make_run(str(tmp_path), training={"batch_size": 1, "steps": 9}, target_lag=0)
+    with serving(run) as made:
+        trainer = ReplayClient(made.address, role="trainer")
+        trainer.publish(version=0, step=0)
+        assert run_async(lambda client: client.lease(1), made.address)
+        trainer.close()
+    run.config.supervise = SuperviseConfig(grace_s=0.1, start_timeout_s=60.0)
+    with serving(run) as made:
+        trainer = ReplayClient(made.address, role="trainer")
+        trainer.rewind(step=0, version=0)
+        trainer.publish(version=0, step=0)
+        with pytest.raises(TakeTimeout):
+            trainer.take(step=1, num_groups=1, version=0, timeout_s=0.5)
+        trainer.close()
 
 
 def test_server_that_restarts_in_place_goes_on_where_it_was(tmp_path: Path) -> None:

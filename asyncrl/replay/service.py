@@ -72,6 +72,8 @@ class Service:
     why_dropped: dict[str, str] = field(default_factory=dict)
     """reason -> what the last drop for it said."""
     outbox: list[Outgoing] = field(default_factory=list)
+    granted: bool = False
+    """Some lease, by this server."""
     malformed: int = 0
     """Messages that could not be read."""
     last_fault: str = ""
@@ -238,6 +240,7 @@ class Service:
         seats = seats or self.buffer.lease(min(n, share), owner=owner, request=seq, now=now)
         if not seats and not self.buffer.over:
             return None
+        self.granted = self.granted or bool(seats)
         return messages.Leases(
             leases=[messages.Lease(id=s.lease_id, prompt=s.prompt, version=s.version, attempt=s.attempt) for s in seats]
         )
@@ -381,8 +384,8 @@ class Service:
         if self.without_generators_since is None:
             self.without_generators_since = now
         waited = now - self.without_generators_since
-        # Before the first lease they may be loading models, too busy to be heard.
-        allowed = self.supervise.grace_s + (0 if self.buffer.next_lease else self.supervise.start_timeout_s)
+        # Before the first lease they may be loading models, too busy to be heard; in a resumed run as well.
+        allowed = self.supervise.grace_s + (0 if self.granted else self.supervise.start_timeout_s)
         if waited > allowed:
             why = f"no generator has been alive for {waited:.0f} s: {self._why(takes[0], now)}"
             self._reply(takes[0].peer, takes[0].seq, messages.Refused(message=why, fatal=True))

@@ -185,6 +185,9 @@ def open_server(run: Any, *, bind: str) -> Server:
             "checkpoint without it, and then repeats or skips some prompts"
         ) from error
 
+    if journal is None:
+        buffer.next_lease = _first_lease()
+
     def rewind(step: int) -> Buffer:
         if journal is None:
             return make_buffer_at(run, step)
@@ -203,6 +206,12 @@ def open_server(run: Any, *, bind: str) -> Server:
         forget=journal.forget if journal else lambda step, buffer: None,
     )
     return Server(service, bind=bind, journal=journal, keep_steps=config.checkpoint.every > 0, curve=curve)
+
+
+def _first_lease() -> int:
+    """Without a journal: no number that a former server of the run can have granted, for its generators may live on. It
+    started earlier, and nobody grants a million leases a second."""
+    return time.time_ns() // 1000
 
 
 def _open_store(config: Config, journal: Journal | None) -> Store:

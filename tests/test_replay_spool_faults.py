@@ -7,6 +7,7 @@ import asyncio
 import multiprocessing
 import os
 import random
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -100,6 +101,33 @@ def test_an_insert_that_was_given_up_holds_its_segment(tmp_path: Path, monkeypat
 
         run_async(work, made.address)
         trainer.close()
+
+
+def test_a_folder_whose_server_was_killed_before_it_said_so_goes_and_one_that_is_being_made_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    tempfile.mkdtemp(prefix="asyncrl-groups-")
+    files, make, cleared = spool.Files(), tempfile.mkdtemp, list[str]()
+    assert [str(p) for p in tmp_path.iterdir()] == [files.offer.folder]
+
+    def clear_at_once(prefix: str) -> str:
+        """Another server starts before the folder is locked, the first two times."""
+        folder = make(prefix=prefix)
+        if len(cleared) < 2:
+            cleared.append(folder)
+            spool._clear_temporary()
+        return folder
+
+    monkeypatch.setattr(tempfile, "mkdtemp", clear_at_once)
+    folder, claim = spool._make_temporary()
+    assert len(cleared) == 2
+    spool._clear_temporary()
+    assert {str(p) for p in tmp_path.iterdir()} == {files.offer.folder, str(folder)}
+    os.close(claim)
+    spool._clear_temporary()
+    assert [str(p) for p in tmp_path.iterdir()] == [files.offer.folder]
+    files.close()
 
 
 def test_what_others_put_into_the_folder_stays_and_ends_nothing(tmp_path: Path) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import shutil
+import time
 from collections.abc import Iterator
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ from test_chaos_journal import small_disk
 from test_replay_rewind import Wire, packed
 from test_replay_spool import numbered
 
-from asyncrl.replay import database, journal, messages, redo, server, spool, wire
+from asyncrl.replay import database, frames, journal, messages, redo, server, spool, wire
 from asyncrl.replay.async_client import AsyncReplayClient
 from asyncrl.replay.client import ReplayClient
 from asyncrl.replay.exchange import Session
@@ -279,6 +282,49 @@ def test_without_a_journal_a_trainer_from_before_the_server_is_told_to_resume(
     assert isinstance(refused, messages.Refused)
     assert "has no journal, so what the run had is lost: resume it" in refused.message
     made.close()
+
+
+def _take_slowly(address: str, began: Event, go_on: Event) -> None:
+    """A trainer that is held up behind the first frame of its batch."""
+    trainer = ReplayClient(address, role="trainer")
+    trainer.hello()
+    receive = frames._recv
+
+    def held_up(socket: zmq.Socket, flags: int, copy: bool) -> zmq.Frame:
+        frame = receive(socket, flags, copy)
+        began.set()
+        go_on.wait(20)
+        time.sleep(0.2)  # until libzmq's own thread has seen the end of the connection
+        frames._recv = receive
+        return frame
+
+    frames._recv = held_up
+    groups = trainer.take(step=1, num_groups=200, version=0, timeout_s=20).groups
+    assert [group.prompt.id for group in groups] == list(range(200))
+
+
+def test_a_server_that_ends_while_its_batch_is_being_read_does_not_end_the_trainer(tmp_path: Path) -> None:
+    """libzmq would abort it between two frames of one message."""
+    run = make_run(str(tmp_path), training={"batch_size": 200, "steps": 9}, target_lag=0)
+    spawn = multiprocessing.get_context("spawn")
+    began, go_on = spawn.Event(), spawn.Event()
+    with serving(run) as made:
+        publisher = ReplayClient(made.address, role="trainer")
+        publisher.publish(version=0, step=0)
+
+        async def work(client: AsyncReplayClient) -> None:
+            await client.hello()
+            for lease in await client.lease(200):
+                assert await client.insert(make_group(lease.id, versions=[0], prompt_id=lease.prompt.id))
+
+        run_async(work, made.address)
+        publisher.close()
+        trainer = spawn.Process(target=_take_slowly, args=(made.address, began, go_on))
+        trainer.start()
+        assert began.wait(30)
+    go_on.set()
+    trainer.join(30)
+    assert trainer.exitcode == 0
 
 
 def test_leases_that_a_killed_server_has_granted_and_not_sent_are_those_that_are_asked_for_again(

@@ -255,6 +255,24 @@ def test_a_former_trainer_is_refused_by_a_server_that_was_killed_since(tmp_path:
     made.close()
 
 
+@pytest.mark.parametrize("journal", [True, False])
+def test_trainers_that_were_silent_for_long_are_still_the_present_and_the_former_one(
+    tmp_path: Path, context: zmq.Context, journal: bool
+) -> None:
+    """A step may take longer than the server remembers who is silent."""
+    made = server.open_server(make_run(str(tmp_path), journal=journal), bind="tcp://127.0.0.1:*")
+    former, trainer = Wire(context, made, "trainer"), Wire(context, made, "trainer")
+    former.session.incarnation = "0123456789abcdef"
+    for client in (former, trainer):
+        client.ask(messages.Hello(pid=1))
+        assert client.ask(messages.Rewind(step=0, version=0)) == messages.Done()
+    made.service.tick(10_000.0)
+    assert not made.service.peers.known
+    assert isinstance(former.ask(messages.Publish(version=0, step=0)), messages.Refused)
+    assert trainer.ask(messages.Publish(version=0, step=0)) == messages.Done()
+    made.close()
+
+
 def test_a_rewind_that_is_refused_takes_nothing_over(tmp_path: Path, context: zmq.Context) -> None:
     made = server.open_server(make_run(str(tmp_path)), bind="tcp://127.0.0.1:*")
     trainer, other = Wire(context, made, "trainer"), Wire(context, made, "trainer")

@@ -45,7 +45,8 @@ class Standing(msgspec.Struct, kw_only=True):
         """Why nothing is accepted of `peer`; "" when it is. `kept`: the server goes on where a former one ended."""
         if peer.replaced or (_leads(peer) and peer.process in self.trainers[:-1]):
             return why_replaced(peer)
-        if _leads(peer) and not (kept or peer.greeted or isinstance(body, messages.Hello)):
+        told = peer.greeted or peer.process in self.trainers or isinstance(body, messages.Hello)
+        if _leads(peer) and not (kept or told):
             return (
                 "this replay server was started after this trainer and has no journal, so what the run had is lost: "
                 "resume it from its checkpoint"

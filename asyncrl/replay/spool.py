@@ -168,9 +168,9 @@ class Writer:
         header, body = (memoryview(f).nbytes for f in frames)
         if not LEAST_BYTES <= header + body <= SEGMENT_BYTES:
             return None
-        if self._offset + header + body > SEGMENT_BYTES:
-            self._open_next()
         try:
+            if self._offset + header + body > SEGMENT_BYTES:
+                self._open_next()
             write_all(self._fd, frames, self._offset, header + body)
         except OSError:
             self._make_do()

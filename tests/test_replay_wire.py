@@ -223,7 +223,7 @@ def test_words_that_have_changed_places_are_noticed(words: int, seed: int, data:
 def test_joined_frames_are_what_they_were_and_what_is_not_joined_is_refused(
     frames_: list[bytes], data: st.DataObject
 ) -> None:
-    joined = frames.join([b"ARL header", *frames_])
+    (joined,) = frames.join([b"ARL header", *frames_])
     found = frames.split(joined)
     assert [bytes(f) for f in found] == [b"ARL header", *frames_]
     damaged = bytearray(joined)[: data.draw(st.integers(4, len(joined)))]
@@ -233,8 +233,11 @@ def test_joined_frames_are_what_they_were_and_what_is_not_joined_is_refused(
 
 
 def test_joined_arrays_are_aligned_and_a_message_of_one_frame_stays_as_it_is() -> None:
-    whole = np.frombuffer(frames.join([b"h", b"x" * 3, np.arange(5.0).data]), np.uint8)
+    (joined,) = frames.join([b"h", b"x" * 3, np.arange(5.0).data])
+    whole = np.frombuffer(joined, np.uint8)
     starts = [np.frombuffer(f, np.uint8).__array_interface__["data"][0] for f in frames.split(whole.data)]
     assert [(s - whole.__array_interface__["data"][0]) % 8 for s in starts] == [0, 0, 0]
-    assert frames.join([b"one"]) == b"one"
+    assert frames.join([b"one"]) == [b"one"]
+    long = [b"h", bytes(frames.JOINED_BYTES)]
+    assert frames.join(long) is long
     assert frames.split(b"one") == [b"one"]

@@ -203,7 +203,7 @@ class _Loop:
 
     def _send(self, identity: bytes, message: list[wire.Frame]) -> None:
         with suppress(zmq.ZMQError):  # it is gone, or its connection is: it asks again
-            self._router.send_multipart([identity, frames.join(message)], zmq.NOBLOCK)
+            self._router.send_multipart([identity, *frames.join(message)], zmq.NOBLOCK)
 
     def _why(self) -> str:
         what, since = self.doing

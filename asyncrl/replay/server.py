@@ -146,7 +146,7 @@ class Server:
         """Send what was answered. A client that is gone or does not read asks again for what it missed."""
         for identity, message in self.service.outbox:
             try:
-                frames.send(self._socket, [identity, frames.join(message)], copy=False)
+                frames.send(self._socket, [identity, *frames.join(message)], copy=False)
             except zmq.ZMQError:
                 continue
         self.service.outbox.clear()

@@ -35,8 +35,6 @@ MAX_HEADER_BYTES = 4 << 20
 """Longest header frame: prompts, metadata and counts; token arrays and texts travel in frames of their own."""
 MAX_FRAME_BYTES = 1 << 30
 """Longest frame of any kind; the sockets refuse longer ones before they allocate."""
-MAX_REPLY_BYTES = 1 << 40
-"""Longest frame that a client takes from its server: a whole batch."""
 MAX_EPISODES = 1 << 16
 _CONVERSIONS = (np.int32, np.int32, np.float32, np.int32, np.uint8)
 _BYTES: np.dtype = np.dtype(np.uint8)

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 import psutil
 
 Level = Literal["ok", "note", "bad"]
-PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "msgspec", "pyzmq", "safetensors")
+PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "msgspec", "pyzmq", "xxhash", "safetensors")
 EXTRAS = ("vllm", "wandb", "tensorboard", "peft", "datasets", "math-verify")
 GIB = 1 << 30
 

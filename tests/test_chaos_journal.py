@@ -16,7 +16,7 @@ from replay_helpers import make_group, make_run, serving
 from asyncrl.replay import server
 from asyncrl.replay.async_client import AsyncReplayClient
 from asyncrl.replay.client import ReplayClient
-from asyncrl.replay.journal import JournalFull
+from asyncrl.replay.database import JournalFull
 
 
 @contextmanager

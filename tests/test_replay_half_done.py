@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import shutil
+import time
 from collections.abc import Iterator
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
@@ -15,9 +18,10 @@ from test_chaos_journal import small_disk
 from test_replay_rewind import Wire, packed
 from test_replay_spool import numbered
 
-from asyncrl.replay import journal, messages, redo, server, spool, wire
+from asyncrl.replay import database, frames, journal, messages, redo, server, spool, wire
 from asyncrl.replay.async_client import AsyncReplayClient
 from asyncrl.replay.client import ReplayClient
+from asyncrl.replay.exchange import Session
 from asyncrl.replay.seal import unseal
 
 
@@ -108,7 +112,7 @@ def test_a_turn_that_fits_on_the_disk_only_when_it_is_written_again_keeps_its_pr
     monkeypatch.setattr(made._journal._redo, "append", fill_up)
     generator.send(messages.AskLease(n=2))
     made.service.handle(b"", made._socket.recv_multipart()[1:], 0.0)
-    with pytest.raises(journal.JournalFull):
+    with pytest.raises(database.JournalFull):
         trainer.ask(messages.Rewind(step=0, version=0))
     crash(made)
     again = server.open_server(run, bind="tcp://127.0.0.1:*")
@@ -180,7 +184,7 @@ def test_a_former_trainer_that_wakes_up_is_told_to_end(tmp_path: Path) -> None:
     run = make_run(str(tmp_path), training={"batch_size": 1, "steps": 9}, target_lag=1)
     with serving(run) as made:
         former, trainer, other = (ReplayClient(made.address, role="trainer") for _ in range(3))
-        former._hello.pid = 1
+        former._session.incarnation = "0123456789abcdef"  # of another process
         former.rewind(step=0, version=0)
         former.publish(version=0, step=0)
 
@@ -204,6 +208,141 @@ def test_a_former_trainer_that_wakes_up_is_told_to_end(tmp_path: Path) -> None:
         assert other.take(step=2, num_groups=1, version=1, timeout_s=10).groups[0].prompt.id == 1
         for client in (former, trainer, other):
             client.close()
+
+
+def test_a_former_trainer_is_refused_by_a_server_that_was_killed_since(tmp_path: Path, context: zmq.Context) -> None:
+    """It wakes up and speaks first, also to a server that had never heard of it when the next trainer started."""
+    run = make_run(str(tmp_path), training={"batch_size": 1, "steps": 9}, target_lag=1)
+    sessions: dict[str, Session] = {}
+    made = server.open_server(run, bind="tcp://127.0.0.1:*")
+
+    def wire_of(name: str) -> Wire:
+        client = Wire(context, made, "trainer")
+        client.session = sessions.setdefault(name, client.session)
+        return client
+
+    def restart() -> server.Server:
+        crash(made)
+        return server.open_server(run, bind="tcp://127.0.0.1:*")
+
+    for name in ("first", "second", "third"):
+        trainer = wire_of(name)
+        trainer.session.incarnation = f"{name:_<16}"
+        trainer.ask(messages.Hello(pid=1))
+        assert trainer.ask(messages.Rewind(step=0, version=0)) == messages.Done()
+        trainer.ask(messages.Publish(version=0, step=0))
+        if name == "third":
+            made._journal.rewind(step=0)  # as far as it came with another start afresh when it was killed
+        made = restart()
+    for name in ("first", "second"):
+        former = wire_of(name)
+        for body in (
+            messages.Publish(version=0, step=0),
+            messages.Take(step=1, num_groups=1, version=0),
+            messages.Rewind(step=0, version=0),
+            messages.Finish(reason="done"),
+        ):
+            refused = former.ask(body)
+            assert isinstance(refused, messages.Refused)
+            assert "another trainer has started from a checkpoint" in refused.message
+    trainer = wire_of("third")
+    assert trainer.ask(messages.Rewind(step=0, version=0)) == messages.Done()
+    assert trainer.ask(messages.Publish(version=0, step=0)) == messages.Done()
+    other = Wire(context, made, "trainer")
+    other.session.incarnation = trainer.session.incarnation[:8] + "prefetch"
+    assert isinstance(other.ask(messages.Status()), messages.Report)
+    assert other.ask(messages.Finish(reason="done")) == messages.Done()
+    made.close()
+
+
+@pytest.mark.parametrize("journal", [True, False])
+def test_trainers_that_were_silent_for_long_are_still_the_present_and_the_former_one(
+    tmp_path: Path, context: zmq.Context, journal: bool
+) -> None:
+    """A step may take longer than the server remembers who is silent."""
+    made = server.open_server(make_run(str(tmp_path), journal=journal), bind="tcp://127.0.0.1:*")
+    former, trainer = Wire(context, made, "trainer"), Wire(context, made, "trainer")
+    former.session.incarnation = "0123456789abcdef"
+    for client in (former, trainer):
+        client.ask(messages.Hello(pid=1))
+        assert client.ask(messages.Rewind(step=0, version=0)) == messages.Done()
+    made.service.tick(10_000.0)
+    assert not made.service.peers.known
+    assert isinstance(former.ask(messages.Publish(version=0, step=0)), messages.Refused)
+    assert trainer.ask(messages.Publish(version=0, step=0)) == messages.Done()
+    made.close()
+
+
+def test_a_rewind_that_is_refused_takes_nothing_over(tmp_path: Path, context: zmq.Context) -> None:
+    made = server.open_server(make_run(str(tmp_path)), bind="tcp://127.0.0.1:*")
+    trainer, other = Wire(context, made, "trainer"), Wire(context, made, "trainer")
+    other.session.incarnation = "0123456789abcdef"
+    assert trainer.ask(messages.Rewind(step=0, version=0)) == messages.Done()
+    assert isinstance(other.ask(messages.Rewind(step=7, version=7)), messages.Refused)
+    assert trainer.ask(messages.Publish(version=0, step=0)) == messages.Done()
+    made.close()
+
+
+def test_without_a_journal_a_trainer_from_before_the_server_is_told_to_resume(
+    tmp_path: Path, context: zmq.Context
+) -> None:
+    run = make_run(str(tmp_path), training={"batch_size": 1, "steps": 9}, journal=False)
+    made = server.open_server(run, bind="tcp://127.0.0.1:*")
+    trainer = Wire(context, made, "trainer")
+    trainer.ask(messages.Hello(pid=1))
+    trainer.ask(messages.Rewind(step=0, version=0))
+    assert trainer.ask(messages.Publish(version=0, step=0)) == messages.Done()
+    made.close()
+    made = server.open_server(run, bind="tcp://127.0.0.1:*")
+    again = Wire(context, made, "trainer")
+    again.session = trainer.session
+    refused = again.ask(messages.Publish(version=0, step=0))
+    assert isinstance(refused, messages.Refused)
+    assert "has no journal, so what the run had is lost: resume it" in refused.message
+    made.close()
+
+
+def _take_slowly(address: str, began: Event, go_on: Event) -> None:
+    """A trainer that is held up behind the first frame of its batch."""
+    trainer = ReplayClient(address, role="trainer")
+    trainer.hello()
+    receive = frames._recv
+
+    def held_up(socket: zmq.Socket, flags: int, copy: bool) -> zmq.Frame:
+        frame = receive(socket, flags, copy)
+        began.set()
+        go_on.wait(20)
+        time.sleep(0.2)  # until libzmq's own thread has seen the end of the connection
+        frames._recv = receive
+        return frame
+
+    frames._recv = held_up
+    groups = trainer.take(step=1, num_groups=200, version=0, timeout_s=20).groups
+    assert [group.prompt.id for group in groups] == list(range(200))
+
+
+def test_a_server_that_ends_while_its_batch_is_being_read_does_not_end_the_trainer(tmp_path: Path) -> None:
+    """libzmq would abort it between two frames of one message."""
+    run = make_run(str(tmp_path), training={"batch_size": 200, "steps": 9}, target_lag=0)
+    spawn = multiprocessing.get_context("spawn")
+    began, go_on = spawn.Event(), spawn.Event()
+    with serving(run) as made:
+        publisher = ReplayClient(made.address, role="trainer")
+        publisher.publish(version=0, step=0)
+
+        async def work(client: AsyncReplayClient) -> None:
+            await client.hello()
+            for lease in await client.lease(200):
+                assert await client.insert(make_group(lease.id, versions=[0], prompt_id=lease.prompt.id))
+
+        run_async(work, made.address)
+        publisher.close()
+        trainer = spawn.Process(target=_take_slowly, args=(made.address, began, go_on))
+        trainer.start()
+        assert began.wait(30)
+    go_on.set()
+    trainer.join(30)
+    assert trainer.exitcode == 0
 
 
 def test_leases_that_a_killed_server_has_granted_and_not_sent_are_those_that_are_asked_for_again(

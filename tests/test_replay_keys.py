@@ -136,7 +136,7 @@ def test_replayed_session_changes_nothing(tmp_path: Path, folder: Path) -> None:
             client = ReplayClient(address, role="trainer", curve=keys.load_keys(folder, "client"))
             client.announce("weights", "true")
             client.close()
-        made.service.announced["weights"] = ("changed since", "")
+        made.service.standing.announced["weights"] = ("changed since", "")
         session = b"".join(sent)
         assert b"true" not in session
         host, port = made.address.removeprefix("tcp://").split(":")
@@ -149,7 +149,7 @@ def test_replayed_session_changes_nothing(tmp_path: Path, folder: Path) -> None:
             except TimeoutError:
                 pass
         assert can_talk(made.address, keys.load_keys(folder, "client"))
-        assert made.service.announced["weights"] == ("changed since", "")
+        assert made.service.standing.announced["weights"] == ("changed since", "")
 
 
 def test_server_with_keys_may_listen_to_other_hosts(tmp_path: Path, folder: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import threading
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from asyncrl.config import SuperviseConfig
 from asyncrl.replay import server
 from asyncrl.replay.async_client import AsyncReplayClient
 from asyncrl.replay.client import ReplayClient
+from asyncrl.replay.exchange import TakeTimeout
 
 
 def _lease_and_hang(address: str, leased: object) -> None:
@@ -107,6 +109,23 @@ def test_run_without_generators_ends_with_an_error_that_says_so(tmp_path: Path) 
 
     with pytest.raises(RuntimeError, match="no generator has been alive"):
         work()
+
+
+def test_a_resumed_run_gives_its_generators_as_long_to_start_as_a_new_one(tmp_path: Path) -> None:
+    run = make_run(str(tmp_path), training={"batch_size": 1, "steps": 9}, target_lag=0)
+    with serving(run) as made:
+        trainer = ReplayClient(made.address, role="trainer")
+        trainer.publish(version=0, step=0)
+        assert run_async(lambda client: client.lease(1), made.address)
+        trainer.close()
+    run.config.supervise = SuperviseConfig(grace_s=0.1, start_timeout_s=60.0)
+    with serving(run) as made:
+        trainer = ReplayClient(made.address, role="trainer")
+        trainer.rewind(step=0, version=0)
+        trainer.publish(version=0, step=0)
+        with pytest.raises(TakeTimeout):
+            trainer.take(step=1, num_groups=1, version=0, timeout_s=0.5)
+        trainer.close()
 
 
 def test_server_that_restarts_in_place_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -209,6 +228,48 @@ def test_server_process_writes_its_address_and_ends_when_told(tmp_path: Path) ->
     process.join(20)
     assert process.exitcode == 0
     assert msgspec.json.decode((tmp_path / "address.json").read_bytes())["pid"] == process.pid
+
+
+def test_without_a_journal_no_lease_gets_the_number_of_one_from_before_a_restart(tmp_path: Path) -> None:
+    """The generator lives on."""
+    run = make_run(str(tmp_path), training={"batch_size": 2, "steps": 9}, target_lag=0, journal=False)
+    with serving(run) as made:
+        address = made.address
+        _publish(address)
+
+        async def work(client: AsyncReplayClient) -> None:
+            await client.hello()
+            former = await client.lease(2)
+            await client.drop(former[0].id, "filtered")
+            former += await client.lease(1)
+            assert [lease.prompt.id for lease in former] == [0, 1, 2]
+            await asyncio.to_thread(leave.set)
+            await asyncio.to_thread(there.wait, 20)
+            leases = await client.lease(2)
+            assert [lease.prompt.id for lease in leases] == [0, 1]
+            for lease in former:
+                assert not await client.insert(make_group(lease.id, versions=[0], prompt_id=lease.prompt.id))
+                await client.drop(lease.id, "filtered")
+            await answer(client, leases)
+
+        leave, there = threading.Event(), threading.Event()
+        generator = threading.Thread(target=run_async, args=(work, address))
+        generator.start()
+        assert leave.wait(20)
+    with serving(run, bind=address) as made:
+        _publish(address)
+        there.set()
+        generator.join(30)
+        buffered = [seat.prompt.id for seat in made.service.buffer.buffered.values()]
+        assert buffered == [0, 1]
+        assert made.service.buffer.accounts()["ledger/balance"] == 0
+
+
+def _publish(address: str) -> None:
+    trainer = ReplayClient(address, role="trainer")
+    trainer.rewind(step=0, version=0)
+    trainer.publish(version=0, step=0)
+    trainer.close()
 
 
 def test_address_of_a_trainer_from_before_a_restart_is_not_given_out(tmp_path: Path) -> None:

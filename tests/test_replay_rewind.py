@@ -11,11 +11,12 @@ import zmq
 from replay_helpers import lease_all, make_group, make_parcel, make_run, run_async, serving
 from test_replay_journal import open_journal
 
-from asyncrl.replay import messages, server, wire
+from asyncrl.replay import frames, messages, server, wire
 from asyncrl.replay.async_client import AsyncReplayClient
 from asyncrl.replay.client import ReplayClient
 from asyncrl.replay.exchange import Session
 from asyncrl.replay.seal import unseal
+from asyncrl.replay.standing import Standing
 
 
 class Wire:
@@ -31,13 +32,15 @@ class Wire:
 
     def reply(self) -> messages.Reply:
         assert self.socket.poll(10_000)
-        return wire.unpack_reply(unseal(self.socket.recv_multipart())[0]).body
+        return wire.unpack_reply(unseal(frames.receive(self.socket))[0]).body
 
     def ask(self, body: messages.Request, payload: Sequence[wire.Frame] = ()) -> messages.Reply:
         self.send(body, payload)
-        while not self.socket.poll(0):
+        for _ in range(200):  # a turn waits for a message
             self.made.turn()
-        return self.reply()
+            if self.socket.poll(0):
+                return self.reply()
+        raise AssertionError(f"no answer to {body}")
 
 
 @pytest.fixture
@@ -69,7 +72,7 @@ def test_the_turn_of_a_rewind_keeps_what_it_acknowledges_and_its_leases_are_not_
     generator.send(messages.AskLease(n=1))
     made.service.handle(b"", made._socket.recv_multipart()[1:], 0.0)  # in one turn: both, then the rewind
     made.service.handle(b"", made._socket.recv_multipart()[1:], 0.0)
-    (inserted, granted) = (wire.unpack_reply(unseal(frames)[0]).body for _, frames in made.service.outbox)
+    (inserted, granted) = (wire.unpack_reply(unseal(message)[0]).body for _, message in made.service.outbox)
     assert inserted == messages.Done(accepted=True)
     assert isinstance(granted, messages.Leases)
     trainer.ask(messages.Rewind(step=1, version=1))
@@ -127,7 +130,7 @@ def test_after_a_rewind_the_window_counts_the_seats_that_it_counted_then(tmp_pat
     for step in range(1, 5):
         assert buffer.take(step=step, num_groups=1, version=step - 1)
         lines.append([(seat.position, seat.used_up) for seat in buffer.line])
-        journal.commit(buffer, {})
+        journal.commit(buffer, Standing())
     assert lines[0] == [(0, False), (1, False), (2, False), (3, True)]
     assert lines[-1] == []
     journal.forget(1, buffer)

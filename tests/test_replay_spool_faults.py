@@ -7,6 +7,7 @@ import asyncio
 import multiprocessing
 import os
 import random
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -100,6 +101,60 @@ def test_an_insert_that_was_given_up_holds_its_segment(tmp_path: Path, monkeypat
 
         run_async(work, made.address)
         trainer.close()
+
+
+def test_a_disk_that_takes_no_more_files_has_the_server_asked_for_free_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of inodes, or of quota: no group was written that would have failed."""
+    monkeypatch.setattr(spool, "SEGMENT_BYTES", 150_000)  # one group
+    writer, create = spool.Writer(tmp_path, OWNER), spool._create
+    for number in range(2):
+        place = writer.append(wire.pack_group(of_size(number, 1 << 17)))
+        assert place is not None
+        writer.answered(place)
+    assert writer.ask() == [0]
+    writer.told([0], [])
+
+    def no_new_ones(path: str, flags: int = 0) -> int:
+        if flags & os.O_EXCL:
+            raise OSError(122, "Disk quota exceeded")
+        return create(path, flags)
+
+    monkeypatch.setattr(spool, "_create", no_new_ones)
+    with pytest.raises(OSError, match="quota"):
+        writer.append(wire.pack_group(of_size(2, 1 << 17)))
+    assert writer.ask() == [0]
+    writer.told([0], [0])
+    assert writer.append(wire.pack_group(of_size(3, 1 << 17))).segment == 0
+    writer.close()
+
+
+def test_a_folder_whose_server_was_killed_before_it_said_so_goes_and_one_that_is_being_made_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    tempfile.mkdtemp(prefix="asyncrl-groups-")
+    files, make, cleared = spool.Files(), tempfile.mkdtemp, list[str]()
+    assert [str(p) for p in tmp_path.iterdir()] == [files.offer.folder]
+
+    def clear_at_once(prefix: str) -> str:
+        """Another server starts before the folder is locked, the first two times."""
+        folder = make(prefix=prefix)
+        if len(cleared) < 2:
+            cleared.append(folder)
+            spool._clear_temporary()
+        return folder
+
+    monkeypatch.setattr(tempfile, "mkdtemp", clear_at_once)
+    folder, claim = spool._make_temporary()
+    assert len(cleared) == 2
+    spool._clear_temporary()
+    assert {str(p) for p in tmp_path.iterdir()} == {files.offer.folder, str(folder)}
+    os.close(claim)
+    spool._clear_temporary()
+    assert [str(p) for p in tmp_path.iterdir()] == [files.offer.folder]
+    files.close()
 
 
 def test_what_others_put_into_the_folder_stays_and_ends_nothing(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay_helpers import make_group
 
-from asyncrl.replay import messages, wire
+from asyncrl.replay import frames, messages, wire
 from asyncrl.replay.seal import Damaged, digest_of, seal, unseal
 from asyncrl.types import Episode, Group, Prompt
 
@@ -205,3 +206,38 @@ def test_a_message_that_was_changed_on_the_way_is_noticed(frames: list[bytes], d
     ):
         with pytest.raises(Damaged, match="damaged on the way"):
             unseal(others)
+
+
+@settings(max_examples=60, deadline=None)
+@given(words=st.integers(2, 5000), seed=st.integers(0, 99), data=st.data())
+def test_words_that_have_changed_places_are_noticed(words: int, seed: int, data: st.DataObject) -> None:
+    sent = np.random.default_rng(seed).integers(0, 1 << 63, words, dtype=np.uint64)
+    a, b = data.draw(st.lists(st.integers(0, words - 1), min_size=2, max_size=2, unique=True))
+    came = sent.copy()
+    came[[a, b]] = sent[[b, a]]
+    assert digest_of(came.data) != digest_of(sent.data)
+
+
+@settings(max_examples=60, deadline=None)
+@given(frames_=st.lists(st.binary(max_size=40), min_size=1, max_size=9), data=st.data())
+def test_joined_frames_are_what_they_were_and_what_is_not_joined_is_refused(
+    frames_: list[bytes], data: st.DataObject
+) -> None:
+    (joined,) = frames.join([b"ARL header", *frames_])
+    found = frames.split(joined)
+    assert [bytes(f) for f in found] == [b"ARL header", *frames_]
+    damaged = bytearray(joined)[: data.draw(st.integers(4, len(joined)))]
+    damaged[data.draw(st.integers(4, len(damaged))) - 1] ^= data.draw(st.integers(0, 255))
+    with suppress(ValueError):
+        assert sum(len(f) for f in frames.split(bytes(damaged))) <= len(damaged)
+
+
+def test_joined_arrays_are_aligned_and_a_message_of_one_frame_stays_as_it_is() -> None:
+    (joined,) = frames.join([b"h", b"x" * 3, np.arange(5.0).data])
+    whole = np.frombuffer(joined, np.uint8)
+    starts = [np.frombuffer(f, np.uint8).__array_interface__["data"][0] for f in frames.split(whole.data)]
+    assert [(s - whole.__array_interface__["data"][0]) % 8 for s in starts] == [0, 0, 0]
+    assert frames.join([b"one"]) == [b"one"]
+    long = [b"h", bytes(frames.JOINED_BYTES)]
+    assert frames.join(long) is long
+    assert frames.split(b"one") == [b"one"]

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from secrets import token_hex
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import zmq
@@ -29,7 +28,7 @@ from asyncrl.reference.messages import (
     unpack_logprobs,
     unpack_reply,
 )
-from asyncrl.replay import wire
+from asyncrl.replay import frames, wire
 from asyncrl.replay.dealer import connect
 from asyncrl.replay.keys import CurveKeys
 from asyncrl.replay.seal import unseal
@@ -145,9 +144,9 @@ class ReferenceClient:
     def _add(self, packed: Packed, temperature: float) -> int:
         self._seq += 1
         score, payload = pack_score(packed, model=self._model, temperature=temperature)
-        frames = wire.pack_message(Envelope(self._incarnation, self._rank, self._seq, score), [payload])
+        message = wire.pack_message(Envelope(self._incarnation, self._rank, self._seq, score), [payload])
         num_tokens = len(packed.predictors_T)
-        self._questions[self._seq] = Question(frames=frames, cost=len(packed.token_ids_S), num_tokens=num_tokens)
+        self._questions[self._seq] = Question(frames=message, cost=len(packed.token_ids_S), num_tokens=num_tokens)
         self._homeless.append(self._seq)
         return self._seq
 
@@ -183,14 +182,14 @@ class ReferenceClient:
         for replica in self._replicas.values():
             while replica.socket in ready:
                 try:
-                    frames = replica.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                    self._hear(replica, frames.receive(replica.socket))
                 except zmq.Again:
                     break
-                with suppress(ValueError):  # damaged on the way: asking again brings it once more
-                    self._hear(replica, cast(list[wire.Frame], frames))
+                except ValueError:  # damaged on the way: asking again brings it once more
+                    continue
 
-    def _hear(self, replica: Replica, frames: list[wire.Frame]) -> None:
-        header, payload = unseal(frames)
+    def _hear(self, replica: Replica, received: list[wire.Frame]) -> None:
+        header, payload = unseal(received)
         envelope = unpack_reply(header)
         replica.heard, replica.reached = time.monotonic(), True
         question = self._questions.get(envelope.seq)

@@ -33,7 +33,7 @@ from asyncrl.reference.messages import (
     unpack_request,
     unpack_score,
 )
-from asyncrl.replay import wire
+from asyncrl.replay import frames, wire
 from asyncrl.replay.keys import CurveKeys, Gate, secure_server
 from asyncrl.replay.seal import Damaged, unseal
 
@@ -100,8 +100,8 @@ class ReferenceServer:
         """Log-probabilities, fp32 (T,), or why there are none."""
         body = Refused(message=answer[:4096]) if isinstance(answer, str) else Scored()
         payload = [] if isinstance(answer, str) else [pack_logprobs(answer)]
-        frames = wire.pack_message(ReplyEnvelope(job.key[1], body), payload)
-        self._answers.send_multipart([job.key[0].encode(), str(job.key[1]).encode(), *frames])
+        message = wire.pack_message(ReplyEnvelope(job.key[1], body), payload)
+        self._answers.send_multipart([job.key[0].encode(), str(job.key[1]).encode(), *message])
 
     def close(self) -> None:
         """End the thread; answers on their way get a moment to leave."""
@@ -195,15 +195,15 @@ class _Loop:
         incarnation, *rest = self._answers.recv_multipart()
         if not rest:
             return False
-        seq, *frames = rest
+        seq, *message = rest
         identity = self._open.pop((incarnation.decode(), int(seq)), None)
         if identity is not None:
-            self._send(identity, cast(list[wire.Frame], frames))
+            self._send(identity, cast(list[wire.Frame], message))
         return True
 
-    def _send(self, identity: bytes, frames: list[wire.Frame]) -> None:
+    def _send(self, identity: bytes, message: list[wire.Frame]) -> None:
         with suppress(zmq.ZMQError):  # it is gone, or its connection is: it asks again
-            self._router.send_multipart([identity, *frames], zmq.NOBLOCK)
+            self._router.send_multipart([identity, *frames.join(message)], zmq.NOBLOCK)
 
     def _why(self) -> str:
         what, since = self.doing

@@ -23,7 +23,7 @@ def connect(context: zmq.Context[S], address: str, curve: CurveKeys | None, *, m
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.SNDHWM, most_queued)
     dealer.setsockopt(zmq.LINGER, LINGER_MS)  # also when it is collected unclosed: its context waits for what is unsent
-    dealer.setsockopt(zmq.IMMEDIATE, 1)  # queue only for a server that is there; what waits here waits once
+    dealer.setsockopt(zmq.IMMEDIATE, 1)  # queue only for a server that is there; see frames.py
     dealer.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
     dealer.setsockopt(zmq.RECONNECT_IVL, 100)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)

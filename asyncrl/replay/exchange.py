@@ -5,8 +5,10 @@ Used by both clients, `client.py` and `async_client.py`.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from secrets import token_hex
 from typing import TypeVar
 
@@ -40,7 +42,7 @@ class Session:
         self.silence_s = silence_s or (lambda: SILENCE_S)
         self.heard = False
         """The server has answered at least once."""
-        self.incarnation = token_hex(8)
+        self.incarnation = _process(os.getpid()) + token_hex(4)
         self.next_seq = 0
         self.open: set[int] = set()
         """Requests whose reply is still wanted."""
@@ -119,6 +121,12 @@ class Exchange:
     def end(self) -> None:
         """Called however the exchange ended: the server may forget it."""
         self._session.open.discard(self.seq)
+
+
+@cache
+def _process(pid: int) -> str:
+    """The digits of one process; a fork is another one."""
+    return token_hex(wire.PROCESS_DIGITS // 2)
 
 
 def expect(reply: messages.Reply, expected: type[M]) -> M:

@@ -8,17 +8,18 @@ which step used which seat, what the curriculum has learnt, and the counters; `s
 
 from __future__ import annotations
 
-import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from asyncrl.curriculum import Curriculum, Record
+from asyncrl.replay import database
 from asyncrl.replay.buffer import TAKES_KEPT, Buffer
+from asyncrl.replay.database import JournalFull, naming_a_full_disk, transaction
 from asyncrl.replay.ledger import Ledger, Means
 from asyncrl.replay.line import Changes, Seat
 from asyncrl.replay.messages import Place
@@ -26,34 +27,14 @@ from asyncrl.replay.parcel import Parcel, parcel_of
 from asyncrl.replay.redo import Redo, Turn, merge
 from asyncrl.replay.segments import Segments
 from asyncrl.replay.spool import Key, gather
+from asyncrl.replay.standing import Standing
 from asyncrl.types import NOT_SAMPLED, Prompt
 
-FORMAT = 2
 WAITING, LEASED, BUFFERED, USED_UP = range(4)
 PENDING_BYTES = 64 << 10
 """Records that may wait for their transaction; as many are read again after a crash."""
 SPARE_SEGMENTS = 8
 """Free segment files that are kept to be written over."""
-
-_TABLES = """
-create table if not exists meta (id integer primary key check (id = 0), format integer, value blob);
-create table if not exists seats (position integer primary key, state integer, attempt integer, lease_id integer,
-    owner text, request integer, version integer, rewound integer, num_tokens integer, last_step integer, place blob);
-create table if not exists prompts (position integer primary key, prompt blob);
-create table if not exists used (step integer, position integer, primary key (step, position)) without rowid;
-create index if not exists used_by_position on used (position);
-create table if not exists steps (step integer primary key, uses integer);
-create table if not exists curriculum (key text primary key, streak integer, rest integer) without rowid;
-create table if not exists redo (id integer primary key check (id = 0), epoch integer);
-"""
-_ALL = ("meta", "seats", "prompts", "used", "steps", "curriculum")
-
-Announced = dict[str, tuple[str, str]]
-"""key -> (value, incarnation of who announced it)."""
-
-
-class JournalFull(RuntimeError):
-    """The disk takes no more; what was acknowledged is safe."""
 
 
 class Counters(msgspec.Struct, kw_only=True):
@@ -71,7 +52,7 @@ class Counters(msgspec.Struct, kw_only=True):
     trained_means: Means = msgspec.field(default_factory=Means)
     dropped_means: Means = msgspec.field(default_factory=Means)
     largest_bytes: int = 0
-    announced: dict[str, tuple[str, str]] = {}
+    standing: Standing = msgspec.field(default_factory=Standing)
     skipped: int = 0
     """By the curriculum."""
 
@@ -82,15 +63,14 @@ class Journal:
     def __init__(self, folder: Path, blank: Callable[[int], Buffer]) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._blank = blank
-        # Opened by whoever builds the server, then used by the one thread that runs it.
-        self._db = sqlite3.connect(folder / "journal.sqlite", isolation_level=None, check_same_thread=False)
-        self._db.execute("pragma journal_mode = wal")
-        self._db.execute("pragma synchronous = normal")
-        self._db.executescript(_TABLES)
-        self._check_format(folder)
+        self._redo, self._pending = Redo(folder / "redo.bin"), list[Turn]()
+        try:
+            self._db = database.connect(folder, records=not self._redo.is_empty())
+        except ValueError:
+            self._redo.close()
+            raise
         self._forgettable = 0
         """What was used up by this step leaves with the next transaction."""
-        self._redo, self._pending = Redo(folder / "redo.bin"), list[Turn]()
         (self._epoch,) = self._db.execute("select coalesce(max(epoch), 0) from redo").fetchone()
         self._pending += map(_TURNS.decode, self._redo.read(self._epoch + 1))
         self.flush()
@@ -107,12 +87,12 @@ class Journal:
 
     # Writing
 
-    def commit(self, buffer: Buffer, announced: Announced) -> None:
+    def commit(self, buffer: Buffer, standing: Standing) -> None:
         """Make everything that changed since the last commit safe. Raises JournalFull."""
-        changes, counters = buffer.changes, _ENCODER.encode(_counters(buffer, announced))
+        changes, counters = buffer.changes, _ENCODER.encode(_counters(buffer, standing))
         if not changes.seats and counters == self._written:
             return
-        with _naming_a_full_disk():
+        with naming_a_full_disk():
             if self._forgettable and not self._segments.hold(p.nbytes for p in changes.arrived.values() if not p.place):
                 self.flush()
             self._used_there |= {(p.place.owner, p.place.segment) for p in changes.arrived.values() if p.place}
@@ -134,8 +114,8 @@ class Journal:
         """Tell the database what it has not been told yet. Raises JournalFull."""
         if not self._pending and not self._forgettable:
             return
-        with _naming_a_full_disk():
-            with _transaction(self._db):
+        with naming_a_full_disk():
+            with transaction(self._db):
                 if self._pending:
                     self._write(merge(self._pending))
                     self._db.execute("insert or replace into redo values (0, ?)", (self._epoch + 1,))
@@ -179,7 +159,7 @@ class Journal:
         run("insert or replace into curriculum values (?, ?, ?)", [r for r in turn.curriculum if r[1] is not None])
         run("delete from curriculum where key = ?", [r[:1] for r in turn.curriculum if r[1] is None])
         self._delete(turn.removed)
-        self._db.execute("insert or replace into meta values (0, ?, ?)", (FORMAT, turn.counters))
+        self._db.execute("insert or replace into meta values (0, ?, ?)", (database.FORMAT, turn.counters))
 
     def _row(self, seat: Seat) -> tuple[Any, ...]:
         state = USED_UP if seat.used_up else BUFFERED if seat.parcel else LEASED if seat.owner else WAITING
@@ -216,12 +196,12 @@ class Journal:
 
     # Reading
 
-    def restore(self, *, now: float = 0.0) -> tuple[Buffer, Announced]:
-        """The buffer as it was committed last, and what was announced. Leases go on from `now`."""
+    def restore(self, *, now: float = 0.0) -> tuple[Buffer, Standing]:
+        """The buffer and the processes' standing as they were committed last. Leases go on from `now`."""
         self.flush()
         found = self._db.execute("select value from meta").fetchone()
         if found is None:
-            return self._blank(0), {}
+            return self._blank(0), Standing()
         counters = _COUNTERS.decode(found[0])
         buffer = self._blank(counters.cursor)
         _apply(counters, buffer)
@@ -242,7 +222,7 @@ class Journal:
         for step in range(max(1, buffer.step - TAKES_KEPT + 1), buffer.step + 1):
             positions = self._db.execute("select position from used where step = ? order by position", (step,))
             buffer.recent[step] = [parcels[p] for (p,) in positions]
-        return buffer, counters.announced
+        return buffer, counters.standing
 
     def rewind(self, *, step: int) -> Buffer:
         """The buffer as a trainer finds it that resumes from the checkpoint of `step`: what was used later is available
@@ -255,7 +235,7 @@ class Journal:
                 f"the replay journal cannot go back to step {step}; without its journal a run resumes with "
                 "replay.journal false, and then repeats or skips some prompts"
             )
-        with _naming_a_full_disk(), _transaction(self._db):
+        with naming_a_full_disk(), transaction(self._db):
             if step:
                 self._undo(step, uses[0])
             else:
@@ -266,12 +246,13 @@ class Journal:
         return self.restore()[0]
 
     def _start_afresh(self) -> None:
-        """In the database: nothing is left but the number of the next lease."""
+        """In the database: nothing is left but the number of the next lease and who was the trainer."""
         found = self._db.execute("select value from meta").fetchone()
-        for table in _ALL:
+        for table in database.ALL:
             self._db.execute(f"delete from {table}")
-        counters = Counters(next_lease=_COUNTERS.decode(found[0]).next_lease if found else 0)
-        self._db.execute("insert into meta values (0, ?, ?)", (FORMAT, _ENCODER.encode(counters)))
+        former = _COUNTERS.decode(found[0]) if found else Counters(next_lease=0)
+        counters = Counters(next_lease=former.next_lease, standing=Standing(trainers=former.standing.trainers))
+        self._db.execute("insert into meta values (0, ?, ?)", (database.FORMAT, _ENCODER.encode(counters)))
 
     def _undo(self, step: int, uses: int) -> None:
         """In the database: make every use after `step` undone and every lease ended."""
@@ -294,7 +275,8 @@ class Journal:
         run(f"update seats set state = {WAITING}, owner = '', attempt = attempt - 1 where state = {LEASED}")
         counters.step, counters.made_uses, counters.live_uses = step, uses, uses
         counters.live_version, counters.finished = NOT_SAMPLED, None
-        counters.rejected, counters.announced = {}, {}
+        counters.rejected = {}
+        counters.standing = Standing(trainers=counters.standing.trainers)
         run("update meta set value = ?", (_ENCODER.encode(counters),))
 
     def _seats(self, reuse: int, now: float) -> Iterator[tuple[Seat, bytes]]:
@@ -344,41 +326,11 @@ class Journal:
         """Generators' segments that are referred to."""
         return self._used_there
 
-    def _check_format(self, folder: Path) -> None:
-        found = self._db.execute("select format from meta").fetchone()
-        if found is not None and found[0] > FORMAT:  # 1 had no groups in generators' files
-            raise ValueError(
-                f"{folder} has journal format {found[0]}, this asyncrl writes {FORMAT}: resume with the same"
-            )
 
-
-@contextmanager
-def _naming_a_full_disk() -> Iterator[None]:
-    try:
-        yield
-    except (OSError, sqlite3.OperationalError) as error:
-        raise JournalFull(
-            f"the replay journal cannot be written: {error}; free some space and resume the run, nothing that was "
-            "acknowledged is lost"
-        ) from error
-
-
-@contextmanager
-def _transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """All or nothing."""
-    db.execute("begin immediate")
-    try:
-        yield
-    except BaseException:
-        db.execute("rollback")
-        raise
-    db.execute("commit")
-
-
-def _counters(buffer: Buffer, announced: Announced) -> Counters:
+def _counters(buffer: Buffer, standing: Standing) -> Counters:
     same = {name: getattr(buffer, name) for name in _SAME_NAMES}
     skipped = buffer.curriculum.skipped if buffer.curriculum is not None else 0
-    return Counters(rejected=dict(buffer.rejected), announced=announced, skipped=skipped, **same)
+    return Counters(rejected=dict(buffer.rejected), standing=standing, skipped=skipped, **same)
 
 
 def _learnt(curriculum: Curriculum) -> list[tuple[str, int | None, int | None]]:
@@ -392,7 +344,7 @@ def _apply(counters: Counters, buffer: Buffer) -> None:
     buffer.rejected = Counter(counters.rejected)
 
 
-_SAME_NAMES = tuple(name for name in Counters.__struct_fields__ if name not in ("rejected", "announced", "skipped"))
+_SAME_NAMES = tuple(name for name in Counters.__struct_fields__ if name not in ("rejected", "standing", "skipped"))
 _ENCODER = msgspec.msgpack.Encoder()
 _COUNTERS = msgspec.msgpack.Decoder(Counters)
 _PROMPTS = msgspec.msgpack.Decoder(Prompt)

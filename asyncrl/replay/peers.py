@@ -67,6 +67,8 @@ class Peer:
     replies: dict[int, list[wire.Frame]] = field(default_factory=dict)
     lent: dict[int, Sequence[Parcel]] = field(default_factory=dict)
     """The groups that such replies speak of."""
+    greeted: bool = False
+    """It has said hello to this server, not to a former one."""
     replaced: bool = False
     """Another incarnation of the same role and index has said hello."""
     silent: bool = False
@@ -83,10 +85,9 @@ class Peer:
         return f"{self.role} {self.index}" if self.role in NUMBERED else self.role
 
     @property
-    def why_replaced(self) -> str:
-        if self.role not in NUMBERED:
-            return f"another {self.name} has started from a checkpoint and has taken over this run: this one must end"
-        return f"another {self.name} has said hello: give every {self.role} its own --index"
+    def process(self) -> str:
+        """What all connections of one process have in common."""
+        return self.incarnation[: wire.PROCESS_DIGITS]
 
     def wait_for(self, what: str, now: float) -> None:
         """It waits for `what` elsewhere; "" ends the wait."""
@@ -140,7 +141,7 @@ class Peers:
                 f"this {peer.name} belongs to another run than this server: {', '.join(differ)} differ in its "
                 "config.yaml; give it this run's folder (--run-dir), or its own server's address (--address)"
             )
-        peer.pid, peer.host = hello.pid, hello.host
+        peer.pid, peer.host, peer.greeted = hello.pid, hello.host, True
         if peer.role not in NUMBERED:
             return []
         former = [p for p in self.in_service(peer.role) if p.index == peer.index and p is not peer]
@@ -148,12 +149,13 @@ class Peers:
             other.replaced = True
         return former
 
-    def take_over(self, peer: Peer) -> None:
-        """`peer` is a trainer that starts: of a former one that lives on, or wakes up, nothing is accepted any more.
-        A process has several connections."""
-        for other in self.in_service(peer.role):
-            if other.index == peer.index and (other.host, other.pid) != (peer.host, peer.pid):
-                other.replaced = True
+    def take_over(self, peer: Peer) -> list[Peer]:
+        """The process of `peer` takes the place of others of its role and index: which?"""
+        same = [p for p in self.in_service(peer.role) if p.index == peer.index]
+        former = [p for p in same if p.process != peer.process]
+        for other in former:
+            other.replaced = True
+        return former
 
     def generators(self) -> Sequence[Peer]:
         """Generators in service or silent, by index; replaced ones left out."""
@@ -167,7 +169,7 @@ class Peers:
     def processes(self) -> Sequence[Peer]:
         """One peer a process, the one heard last: a trainer has two connections. Replaced ones are left out."""
         heard = sorted((p for p in self.known.values() if not p.replaced), key=lambda p: p.last_heard)
-        return list({(p.role, p.index, p.host, p.pid): p for p in heard}.values())
+        return list({(p.role, p.index, p.process): p for p in heard}.values())
 
     def waiting(self) -> Sequence[Peer]:
         """Who waits for something elsewhere and has not fallen silent since it said so."""

@@ -67,6 +67,9 @@ class Redo:
                 f"another replay server uses {path.parent}: a run has one; end it first, or choose another --run-dir"
             )
 
+    def is_empty(self) -> bool:
+        return not os.fstat(self._fd).st_size
+
     def read(self, epoch: int) -> list[bytes]:
         """The records of one epoch, up to the first that is not whole: it was never acknowledged."""
         data, records, start = os.pread(self._fd, os.fstat(self._fd).st_size, 0), [], 0

@@ -8,19 +8,13 @@ guards against faults, not against an adversary: that is what CURVE keys are for
 
 from __future__ import annotations
 
-import struct
-import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
+import xxhash
 
 Frame = bytes | bytearray | memoryview
 SEAL_BYTES = 8
-_PAIR = struct.Struct("<QQ")
-_WORD, _MASK = np.dtype(np.uint64), (1 << 64) - 1
-_SHORT = 4096
-"""Up to here CRC-32 is quicker; beyond, the sum of 64-bit words (20 GB/s against 1 GB/s)."""
 
 
 class Damaged(ValueError):
@@ -39,7 +33,7 @@ def seal(header: Frame, digests: Sequence[bytes] = ()) -> bytes:
 
     `digests` are those of the frames after the header.
     """
-    return zlib.crc32(b"".join((digest_of(header), *digests))).to_bytes(SEAL_BYTES, "little")
+    return xxhash.xxh3_64_digest(b"".join((digest_of(header), *digests)))
 
 
 def unseal(frames: Sequence[Frame]) -> tuple[memoryview, Payload]:
@@ -52,12 +46,5 @@ def unseal(frames: Sequence[Frame]) -> tuple[memoryview, Payload]:
 
 
 def digest_of(frame: Frame) -> bytes:
-    """16 bytes that follow from the bytes of one frame and their number."""
-    length = memoryview(frame).nbytes
-    if length <= _SHORT:
-        return _PAIR.pack(zlib.crc32(frame), length)
-    words, rest = divmod(length, 8)
-    total = int(np.add.reduce(np.frombuffer(frame, _WORD, words)))
-    if rest:
-        total = (total + zlib.crc32(memoryview(frame).cast("B")[-rest:])) & _MASK
-    return _PAIR.pack(total, length)
+    """16 bytes that follow from the bytes of one frame, their order and their number: XXH3 (figures in bench.md)."""
+    return xxhash.xxh3_128_digest(frame)

@@ -30,6 +30,7 @@ from asyncrl.replay.peers import Peers
 from asyncrl.replay.samplers import SAMPLERS
 from asyncrl.replay.service import Service
 from asyncrl.replay.spool import Files
+from asyncrl.replay.standing import Standing
 from asyncrl.replay.store import Store
 
 TURN_MESSAGES = 512
@@ -132,7 +133,7 @@ class Server:
     def _commit(self) -> None:
         """Before the replies leave: what is acknowledged is safe."""
         if self._journal is not None:
-            self._journal.commit(self.service.buffer, self.service.announced)
+            self._journal.commit(self.service.buffer, self.service.standing)
             if self._keep_no_steps and self.service.buffer.step >= self._forgotten + FORGET_STEPS:
                 self._forgotten = self.service.buffer.step
                 self._journal.forget(self._forgotten, self.service.buffer)
@@ -147,7 +148,7 @@ class Server:
         """Send what was answered. A client that is gone or does not read asks again for what it missed."""
         for identity, message in self.service.outbox:
             try:
-                frames.send(self._socket, [identity, *message], copy=False)
+                frames.send(self._socket, [identity, *frames.join(message)], copy=False)
             except zmq.ZMQError:
                 continue
         self.service.outbox.clear()
@@ -179,31 +180,41 @@ def open_server(run: Any, *, bind: str) -> Server:
         Journal(Path(config.run_dir or ".") / "replay", partial(make_buffer, run)) if config.replay.journal else None
     )
     try:
-        buffer, announced = journal.restore() if journal else (make_buffer(run, 0), {})
+        buffer, standing = journal.restore() if journal else (make_buffer(run, 0), Standing())
     except ValueError as error:
         raise ValueError(
             f"the replay journal cannot be read: {error}; a resume with replay.journal false goes on from the last "
             "checkpoint without it, and then repeats or skips some prompts"
         ) from error
 
+    if journal is None:
+        buffer.next_lease = _first_lease()
+
     def rewind(step: int) -> Buffer:
         if journal is None:
             return make_buffer_at(run, step)
-        journal.commit(service.buffer, service.announced)  # what this turn has accepted is going to be acknowledged
+        journal.commit(service.buffer, service.standing)  # what this turn has accepted is going to be acknowledged
         return journal.rewind(step=step)
 
     service = Service(
         store=_open_store(config, journal),
         buffer=buffer,
         incarnation=token_hex(8),
-        announced=announced,
         peers=Peers(run=fingerprint(config)),
+        standing=standing,
+        kept=journal is not None,
         run=config.name,
         supervise=config.supervise,
         rewind=rewind,
         forget=journal.forget if journal else lambda step, buffer: None,
     )
     return Server(service, bind=bind, journal=journal, keep_steps=config.checkpoint.every > 0, curve=curve)
+
+
+def _first_lease() -> int:
+    """Without a journal: no number that a former server of the run can have granted, for its generators may live on. It
+    started earlier, and nobody grants a million leases a second."""
+    return time.time_ns() // 1000
 
 
 def _open_store(config: Config, journal: Journal | None) -> Store:

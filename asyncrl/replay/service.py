@@ -18,13 +18,13 @@ from asyncrl.replay.ledger import MAX_REASONS, EndlessRejection, Means
 from asyncrl.replay.parcel import Parcel
 from asyncrl.replay.peers import Peer, Peers
 from asyncrl.replay.seal import Damaged, Payload, unseal
+from asyncrl.replay.standing import Standing
 from asyncrl.replay.store import Store
 
 Outgoing = tuple[bytes, list[wire.Frame]]
 FORGET_AFTER_S = 600.0
 """A process that holds nothing and is silent for this long is forgotten."""
 
-MAX_ANNOUNCED = 64
 _NOTHING = Payload((), ())
 
 
@@ -64,13 +64,16 @@ class Service:
     store: Store = field(default_factory=Store)
     peers: Peers = field(default_factory=Peers)
     parked: dict[tuple[str, int], Waiting] = field(default_factory=dict)
-    announced: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """key -> (value, incarnation of who announced it)."""
+    standing: Standing = field(default_factory=Standing)
+    kept: bool = True
+    """Buffer and standing outlive this server."""
     earned: Means = field(default_factory=Means)
     """Rewards of all groups that came to a good end since the last batch was taken, filtered ones included."""
     why_dropped: dict[str, str] = field(default_factory=dict)
     """reason -> what the last drop for it said."""
     outbox: list[Outgoing] = field(default_factory=list)
+    granted: bool = False
+    """Some lease, by this server."""
     malformed: int = 0
     """Messages that could not be read."""
     last_fault: str = ""
@@ -166,8 +169,8 @@ class Service:
     ) -> messages.Reply | tuple[messages.Taken, list[Parcel]] | None:
         """The reply; None when it has to wait. The sender's mistakes are refused, broken invariants raise."""
         peer, body = waiting.peer, waiting.body
-        if peer.replaced:
-            return messages.Refused(message=peer.why_replaced)
+        if why := self.standing.refusal(peer, body, kept=self.kept):
+            return messages.Refused(message=why)
         try:
             return self._answer(waiting, body, payload, now)
         except ValueError as error:
@@ -208,20 +211,20 @@ class Service:
                 for former in self.peers.introduce(peer, body):
                     buffer.release(former.incarnation)
                 version, offer = buffer.live_version, self.store.offer
-                return messages.Welcome(run=self.run, version=version, announced=self._valid(), offer=offer)
+                announced = self.standing.valid(self.peers)
+                return messages.Welcome(run=self.run, version=version, announced=announced, offer=offer)
             case messages.Lookup(key=key):
-                return messages.Value(value=valid[key]) if key in (valid := self._valid()) else None
+                value = self.standing.valid(self.peers).get(key)
+                return messages.Value(value=value) if value is not None else None
             case messages.Announce(key=key, value=value):
-                if len(self.announced) >= MAX_ANNOUNCED and key not in self.announced:
-                    raise ValueError(f"more than {MAX_ANNOUNCED} keys are announced")
-                self.announced[key] = (value, peer.incarnation)
+                self.standing.announce(key, value, peer)
             case messages.Finish(reason=reason):
                 buffer.finish(reason)
             case messages.Status():
                 return messages.Report(status=self.status(now))
             case messages.Rewind(step=step, version=version):
-                self.peers.take_over(peer)
                 self._rewind(step, version)
+                self.standing.begin(peer, self.peers)
             case messages.Forget(step=step):
                 self.forget(step, buffer)
             case messages.Leave():
@@ -238,6 +241,7 @@ class Service:
         seats = seats or self.buffer.lease(min(n, share), owner=owner, request=seq, now=now)
         if not seats and not self.buffer.over:
             return None
+        self.granted = self.granted or bool(seats)
         return messages.Leases(
             leases=[messages.Lease(id=s.lease_id, prompt=s.prompt, version=s.version, attempt=s.attempt) for s in seats]
         )
@@ -268,17 +272,12 @@ class Service:
         places = [p.place for p in parcels] if body.by_place and any(p.place for p in parcels) else []
         return messages.Taken(num_groups=len(parcels), version=body.version, metrics=metrics, places=places), parcels
 
-    def _valid(self) -> dict[str, str]:
-        """Announcements of processes that this server has heard: after a restart, nobody is sent to a dead address."""
-        return {key: value for key, (value, who) in self.announced.items() if who in self.peers.known}
-
     def _rewind(self, step: int, version: int) -> None:
-        """Another trainer starts: leases and announcements of the former run are void, and no lease gets the number of
-        one of them: its generator may live on and end it."""
+        """Another trainer starts: leases of the former run are void, and no lease gets the number of one of them: its
+        generator may live on and end it."""
         next_lease, self.buffer = self.buffer.next_lease, self.rewind(step)
         self.buffer.next_lease = max(self.buffer.next_lease, next_lease)
         self.buffer.least_version = version
-        self.announced.clear()
 
     def _leave(self, peer: Peer) -> None:
         self.buffer.release(peer.incarnation)
@@ -386,8 +385,8 @@ class Service:
         if self.without_generators_since is None:
             self.without_generators_since = now
         waited = now - self.without_generators_since
-        # Before the first lease they may be loading models, too busy to be heard.
-        allowed = self.supervise.grace_s + (0 if self.buffer.next_lease else self.supervise.start_timeout_s)
+        # Before the first lease they may be loading models, too busy to be heard; in a resumed run as well.
+        allowed = self.supervise.grace_s + (0 if self.granted else self.supervise.start_timeout_s)
         if waited > allowed:
             why = f"no generator has been alive for {waited:.0f} s: {self._why(takes[0], now)}"
             self._reply(takes[0].peer, takes[0].seq, messages.Refused(message=why, fatal=True))

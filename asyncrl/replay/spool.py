@@ -56,7 +56,7 @@ class Files:
         self._temporary = folder is None
         if folder is None:
             _clear_temporary()
-            folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+            folder, self._claim = _make_temporary()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._folder, self._reader, token = folder.absolute(), Reader(folder), token_hex(16)
         new = folder / f".{_TOKEN}.{os.getpid()}"
@@ -97,6 +97,7 @@ class Files:
         os.close(self._token)
         if self._temporary:
             shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(self._claim)
 
 
 class Reader:
@@ -167,9 +168,9 @@ class Writer:
         header, body = (memoryview(f).nbytes for f in frames)
         if not LEAST_BYTES <= header + body <= SEGMENT_BYTES:
             return None
-        if self._offset + header + body > SEGMENT_BYTES:
-            self._open_next()
         try:
+            if self._offset + header + body > SEGMENT_BYTES:
+                self._open_next()
             write_all(self._fd, frames, self._offset, header + body)
         except OSError:
             self._make_do()
@@ -256,13 +257,34 @@ def gather(folder: Path, places: Sequence[Place | None], frames: Sequence[Frame]
     return whole
 
 
+def _make_temporary() -> tuple[Path, int]:
+    """A new folder, and the lock that says that its server lives. Another one that starts may clear it away before it
+    is locked."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        with suppress(FileNotFoundError):
+            claim = _open_folder(folder)
+            fcntl.flock(claim, fcntl.LOCK_SH)
+            if folder.exists():
+                return folder, claim
+            os.close(claim)
+
+
 def _clear_temporary() -> None:
-    """Delete folders of servers that were killed: nobody holds the lock on their token."""
+    """Delete folders of servers that were killed: nobody holds the lock on them."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        token = folder / _TOKEN
         with suppress(OSError):
-            if token.stat().st_uid == os.geteuid() and _is_free(token):
-                shutil.rmtree(folder, ignore_errors=True)
+            claim = _open_folder(folder)
+            try:
+                fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(claim).st_uid == os.geteuid() and _is_free(folder / _TOKEN):
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(claim)
+
+
+def _open_folder(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def _path(folder: Path, owner: str, name: int | str) -> str:

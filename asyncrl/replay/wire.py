@@ -29,6 +29,8 @@ from asyncrl.types import NOT_SAMPLED, Episode, FinishReason, Group, Prompt
 SCHEMA_VERSION = 1
 PREFIX = b"ARL" + bytes([SCHEMA_VERSION])
 FRAMES_PER_GROUP = 2
+PROCESS_DIGITS = 8
+"""Of an incarnation, which stand for the process; the others stand for one of its connections."""
 MAX_HEADER_BYTES = 4 << 20
 """Longest header frame: prompts, metadata and counts; token arrays and texts travel in frames of their own."""
 MAX_FRAME_BYTES = 1 << 30
@@ -49,7 +51,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """What surrounds every request. `seq` rises by one per request of one incarnation and identifies a retry."""
 
     incarnation: messages.Name
-    """Random, new for every start of a process."""
+    """Random: of the process, and of its connection (PROCESS_DIGITS)."""
     seq: messages.Count
     acked: messages.Count
     """All replies to requests below this number have arrived or are no longer wanted."""

@@ -25,7 +25,7 @@ import msgspec
 
 from asyncrl.memory import keep_freed_memory
 from asyncrl.replay.ledger import EndlessRejection
-from asyncrl.replay.server import read_address
+from asyncrl.replay.server import CannotListen, read_address
 from asyncrl.settings import Run, load_run
 
 LAUNCHER = "ASYNCRL_LAUNCHER"
@@ -81,7 +81,7 @@ def write_error(run_dir: Path, role: str, index: int, error: BaseException) -> N
     folder = run_dir / "errors"
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join(traceback.format_exception(error))
-    line = str(error) if isinstance(error, EndlessRejection) else ""
+    line = str(error) if isinstance(error, EndlessRejection | CannotListen) else ""
     record = {"role": role, "index": index, "traceback": text, "line": line, "at": time.monotonic()}
     temporary = folder / f".{role}-{index}.part"
     temporary.write_bytes(msgspec.json.encode(record))

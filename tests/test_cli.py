@@ -267,13 +267,36 @@ def test_demonstrations_that_an_environment_does_not_have_are_asked_for_before_a
     assert run(capsys, "train", *argv)[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["doctor", "--foo"], "asyncrl doctor has no option --foo"),
+        (["doctor", "--dry-run"], "asyncrl doctor has no option --dry-run"),
+        (["plot", "runs/demo", "--config", "x.yaml"], "asyncrl plot has no option --config"),
+        (["keys", "new", "k", "--n", "3"], "asyncrl keys has no option --n"),
+        (["sft", "--role", "sft"], "asyncrl sft has no option --role"),
+        (["eval", "--resume", "runs/demo"], "asyncrl eval has no option --resume"),
+        (["eval"], "asyncrl eval needs what it evaluates: a run folder"),
+        (["eval", "--env", "countdown", "--n", "4"], "asyncrl eval needs what it evaluates: a run folder"),
+        (["eval", "runs/demo", "--name", "x"], "writes to RUN/eval: --name has no effect"),
+        (["eval", "runs/demo", "--run-dir", "x"], "writes to RUN/eval: --run-dir has no effect"),
+        (["eval", "runs/demo", "--model", "x"], "writes to RUN/eval: --model has no effect"),
+        (["eval", "runs/demo", "--config", "x.yaml"], "writes to RUN/eval: --config has no effect"),
+    ],
+)
+def test_what_a_command_would_not_look_at_is_refused_in_one_line(capsys, argv, said):
+    code, out, err = run(capsys, *argv)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert said in err
+
+
 def test_files_and_folders_that_cannot_be_used_are_one_line(capsys, tmp_path):
     twice, binary, taken = tmp_path / "twice.yaml", tmp_path / "binary.yaml", tmp_path / "taken"
     twice.write_text("seed: 1\ntraining: {steps: 3}\nseed: 2\n")
     binary.write_bytes(b"\xff\xfe\x00")
     taken.write_text("a file")
     for command in ("train", "eval"):
-        code, _, err = run(capsys, command, "--run-dir", "/proc/none")
+        code, _, err = run(capsys, command, "--model", "tiny", "--run-dir", "/proc/none")
         assert (code, err.count("\n")) == (2, 1)
         assert "the run folder /proc/none cannot be used" in err
     for argv, said in (

@@ -43,6 +43,10 @@ FORGET_STEPS = 8
 ADDRESS_FILE = "address.json"
 
 
+class CannotListen(ValueError):
+    """The address that the user chose is another program's, or of another machine."""
+
+
 class StopEvent(Protocol):
     """threading.Event or multiprocessing.Event."""
 
@@ -77,7 +81,7 @@ class Server:
             self._socket.bind(bind)
         except zmq.ZMQError as error:
             self.close()
-            raise ValueError(f"the replay server cannot listen on {bind}: {error}") from error
+            raise CannotListen(f"the replay server cannot listen on {bind}: {error}") from error
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._clock, self._seen, self._next_tick, self._next_sweep = 0.0, time.monotonic(), 0.0, 0.0
 

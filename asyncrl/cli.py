@@ -72,12 +72,12 @@ def _run(args: Arguments, *, ranks: Literal["trainer", "sft"]) -> int:
     run = resume(again, args.overrides) if again else resolve(load(args.options.get("config"), args.overrides))
     if again:
         _refuse_supervised(run.dir, ranks)
-    check(run)
     if ranks == "sft" and not has_demonstrations(run.env):
         raise ValueError(
             f"asyncrl sft trains on an environment's demonstrations, and {run.config.env['name']!r} has none: give its "
-            "class demonstrations(), or choose another --env"
+            "class demonstrations(), or choose another --env (`dataset`: your own data)"
         )
+    check(run, supervised=ranks == "sft")
     if "dry_run" in args.flags:
         print(dump(run), end="")
         return 0

@@ -256,15 +256,30 @@ def test_a_supervised_run_is_resumed_by_nobody_since_that_would_write_over_it(ca
 def test_demonstrations_that_an_environment_does_not_have_are_asked_for_before_anything_starts(capsys, tmp_path):
     data = tmp_path / "my.jsonl"
     data.write_text('{"question": "1+1=", "answer": "2"}\n')
-    argv = ["--env", "dataset", "--dataset.path", str(data), "--dry-run"]
+    argv, warm = ["--dataset.path", str(data), "--dry-run"], ["--training.warmup-sft-steps", "5"]
     for command, more, said in (
-        ("sft", [], "asyncrl sft trains on an environment's demonstrations, and 'dataset' has none"),
-        ("train", ["--training.warmup-sft-steps", "5"], "training.warmup_sft_steps is 5, and environment 'dataset'"),
+        ("sft", ["--env", "gsm8k"], "asyncrl sft trains on an environment's demonstrations, and 'gsm8k' has none"),
+        ("train", ["--env", "gsm8k", *warm], "training.warmup_sft_steps is 5, and environment 'gsm8k'"),
+        ("train", ["--env", "gsm8k", "--dataset.completion-key", "answer"], "dataset.completion_key has no effect"),
+        ("sft", ["--env", "dataset"], "no column completion or messages"),
+        ("train", ["--env", "dataset", *warm], "no column completion or messages"),
     ):
         code, _, err = run(capsys, command, *argv, *more)
         assert (code, err.count("\n")) == (2, 1)
         assert said in err
-    assert run(capsys, "train", *argv)[0] == 0
+    assert run(capsys, "train", *argv, "--env", "dataset")[0] == 0
+    for command, more in (("sft", []), ("train", warm)):
+        assert run(capsys, command, *argv, "--env", "dataset", "--dataset.completion-key", "answer", *more)[0] == 0
+
+
+def test_supervised_training_on_ones_own_data_needs_no_columns_but_those_it_learns_from(capsys, tmp_path):
+    data = tmp_path / "my.jsonl"
+    data.write_text('{"prompt": "1+1=", "completion": "2"}\n')
+    argv = ["--env", "dataset", "--dataset.path", str(data), "--dry-run"]
+    assert run(capsys, "sft", *argv)[0] == 0
+    code, _, err = run(capsys, "train", *argv)
+    assert code == 2
+    assert "dataset.prompt_key 'question' is not a column" in err
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from asyncrl.training.model import load_policy, num_parameters, published
 from asyncrl.training.packing_check import check_packing
 from asyncrl.training.ranks import Ranks, make_mesh
 from asyncrl.training.reference import initial_model, make_reference, make_remote_reference
-from asyncrl.training.sft import WARMUP_BATCH, train_on_demonstrations, warm_up_rate
+from asyncrl.training.sft import WARMUP_BATCH, Demonstrations, train_on_demonstrations, warm_up_rate
 from asyncrl.training.step import Learner, Reference
 from asyncrl.weights.sender import WeightSender
 
@@ -168,10 +168,10 @@ class Member:
         if not steps:
             return
         rate = warm_up_rate(config.model.path, config.training)
-        loss = train_on_demonstrations(
+        chat = Chat.of(config, self.tokenizer)
+        done, loss = train_on_demonstrations(
             self.policy,
-            env=self.run.env,
-            chat=Chat(tokenizer=self.tokenizer),
+            demonstrations=Demonstrations(self.run.env, chat, longest=config.training.seq_len),
             config=config.training,
             ranks=self.ranks,
             steps=steps,
@@ -179,7 +179,7 @@ class Member:
             rate=lambda step: rate,
             on_step=lambda step, loss: self._say(f"warm-up on demonstrations: step {step} of {steps}, loss {loss:.3f}"),
         )
-        self.warm_up = {"sft/steps": float(steps), "sft/loss": loss}
+        self.warm_up = {"sft/steps": float(done), "sft/loss": loss}
         if self.run.algo.needs().reference:  # a resumed run must find the same reference again
             self._export(self.run.dir / "initial")
 

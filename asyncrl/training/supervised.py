@@ -18,30 +18,35 @@ from asyncrl.training.export import export
 from asyncrl.training.model import load_policy
 from asyncrl.training.optimizer import learning_rate
 from asyncrl.training.ranks import join_ranks, leave_ranks, make_mesh
-from asyncrl.training.sft import seed_all, train_on_demonstrations
+from asyncrl.training.sft import Demonstrations, seed_all, train_on_demonstrations
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def main(run: Run) -> None:
-    """`training.steps` steps of `training.batch_size` demonstrations each; the model goes to RUN/model."""
+    """`training.steps` steps of `training.batch_size` demonstrations each, or fewer where those end; the model goes to
+    RUN/model."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     config = run.config
     ranks = join_ranks(with_gpus=config.services.trainer.with_gpus, timeout_s=config.supervise.stall_limit_s)
     seed_all(config.seed)
     tokenizer = load_tokenizer(config.model.path)
+    if config.model.chat_template is not None:
+        tokenizer.chat_template = config.model.chat_template
     policy = load_policy(config, ranks, make_mesh(config.parallelism, ranks))
     trackers = open_trackers(run) if ranks.is_first else None
+
+    demonstrations = Demonstrations(run.env, Chat.of(config, tokenizer), longest=config.training.seq_len)
 
     def on_step(step: int, loss: float) -> None:
         if trackers is not None:
             rate = learning_rate(config.training, step)
-            trackers.log({"step": step, "version": step, "sft/loss": loss, "optimizer/learning_rate": rate})
+            row = {"sft/loss": loss, "sft/too_long": demonstrations.num_too_long, "optimizer/learning_rate": rate}
+            trackers.log({"step": step, "version": step, **row})
 
     train_on_demonstrations(
         policy,
-        env=run.env,
-        chat=Chat(tokenizer=tokenizer, template=config.model.chat_template, system_prompt=config.model.system_prompt),
+        demonstrations=demonstrations,
         config=config.training,
         ranks=ranks,
         steps=config.training.steps,

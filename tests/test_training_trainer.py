@@ -148,12 +148,14 @@ def test_the_end_of_the_data_is_the_end_of_the_run(tmp_path):
     module = tmp_path / "ten_prompts.py"
     module.write_text(TEN_PROMPTS)
     keys = {"imports": [str(module)], "env__name": "ten_prompts", "training__warmup_sft_steps": 0, "training__steps": 9}
+    keys["training__lora__rank"] = 2
     with world(tmp_path / "run", **keys) as (run, address):
         codes, output = finish(start(run, address))
     assert codes == [0], output
     assert [row["step"] for row in rows_of(run)] == [1, 2]
     assert (run.dir / "checkpoints" / "step-000002" / "COMPLETE").exists()
     assert (run.dir / "model" / "config.json").exists()
+    assert (run.dir / "adapter" / "adapter_config.json").exists()
 
 
 TEN_PROMPTS = """

@@ -24,7 +24,7 @@ from asyncrl.replay.keys import load_keys
 from asyncrl.settings import Run, num_references
 from asyncrl.training.batch import Sequences
 from asyncrl.training.checkpoint import Checkpointer, Position
-from asyncrl.training.export import export
+from asyncrl.training.export import export, export_adapter
 from asyncrl.training.model import load_policy, num_parameters, published
 from asyncrl.training.packing_check import check_packing
 from asyncrl.training.ranks import Ranks, make_mesh
@@ -56,7 +56,7 @@ class Save(msgspec.Struct, frozen=True, tag=True):
 
 
 class Export(msgspec.Struct, frozen=True, tag=True):
-    """Write the model as a Hugging Face folder."""
+    """Write the model as a Hugging Face folder, and adapters as peft's."""
 
 
 class Wait(msgspec.Struct, frozen=True, tag=True):
@@ -137,6 +137,7 @@ class Member:
                 self.checkpoints.save(self.policy, self.learner.optimizer, position)
             case Export():
                 self._export(self.run.dir / "model")
+                self._export_adapter()
             case Stop():
                 self.checkpoints.close()
                 self.sender.close()
@@ -161,6 +162,12 @@ class Member:
         config = self.run.config
         dtype = DTYPES[config.training.dtype]
         export(self.policy, folder, path=config.model.path, tokenizer=self.tokenizer, dtype=dtype, ranks=self.ranks)
+
+    def _export_adapter(self) -> None:
+        config = self.run.config
+        if config.training.lora.rank:
+            folder, lora = self.run.dir / "adapter", config.training.lora
+            export_adapter(self.policy, folder, path=config.model.path, config=lora, ranks=self.ranks)
 
     def _warm_up(self) -> None:
         config = self.run.config

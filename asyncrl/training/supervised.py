@@ -14,7 +14,7 @@ from asyncrl.chat import Chat
 from asyncrl.metrics import open_trackers
 from asyncrl.models import load_tokenizer
 from asyncrl.settings import Run
-from asyncrl.training.export import export
+from asyncrl.training.export import export, export_adapter
 from asyncrl.training.model import load_policy
 from asyncrl.training.optimizer import learning_rate
 from asyncrl.training.ranks import join_ranks, leave_ranks, make_mesh
@@ -56,6 +56,9 @@ def main(run: Run) -> None:
     )
     dtype = DTYPES[config.training.dtype]
     export(policy, run.dir / "model", path=config.model.path, tokenizer=tokenizer, dtype=dtype, ranks=ranks)
+    if config.training.lora.rank:
+        lora = config.training.lora
+        export_adapter(policy, run.dir / "adapter", path=config.model.path, config=lora, ranks=ranks)
     if trackers is not None:
         trackers.close()
     leave_ranks()

@@ -112,9 +112,7 @@ def rows(config: DatasetConfig, *, seed: int, start: int = 0) -> Iterator[Row]:
 
 
 def _table_rows(config: DatasetConfig, table: Any, seed: int, start: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    _require_columns(config, table.column_names)
-    if config.limit is not None and config.limit < len(table):
-        table = table.select(range(config.limit))
+    table = _limited(config, table)
     usable = _usable(config, table)
     size = len(table) if usable is None else len(usable)
     if not size:
@@ -125,6 +123,20 @@ def _table_rows(config: DatasetConfig, table: Any, seed: int, start: int) -> Ite
         first = max(0, start - epoch * size)
         for offset in range(first, size):
             yield epoch * size + offset, table[int(order[offset])]
+
+
+def num_rows(config: DatasetConfig) -> int | None:
+    """How many rows one epoch has; None for a stream. Raises ValueError for what cannot be read."""
+    if config.streaming:
+        return None
+    table = _limited(config, _open(config))
+    usable = _usable(config, table) if config.on_missing == "skip" else None
+    return len(table) if usable is None else len(usable)
+
+
+def _limited(config: DatasetConfig, table: Any) -> Any:
+    _require_columns(config, table.column_names)
+    return table if config.limit is None else table.select(range(min(config.limit, len(table))))
 
 
 def _usable(config: DatasetConfig, table: Any) -> np.ndarray | None:

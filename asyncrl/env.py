@@ -121,6 +121,14 @@ class Env(msgspec.Struct, kw_only=True, dict=True):
         """The environment that measures progress on this one: by default the same with another seed."""
         return msgspec.structs.replace(self, seed=self.seed + EVALUATION_SEED)
 
+    def epoch_prompts(self) -> int | None:
+        """How many prompts make one pass over the data, for the figure data/epoch; None: endless, or nobody knows."""
+        return None
+
+    def epoch_demonstrations(self) -> int | None:
+        """How many demonstrations do."""
+        return None
+
     def demonstrations(self, start: int = 0) -> Iterator[tuple[str | list[Message], str]]:
         """Yield (prompt, response text without EOS) for supervised training, which ends where they do. Deterministic.
 

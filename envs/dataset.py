@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from asyncrl.config import DatasetConfig
-from asyncrl.data import for_demonstrations, for_evaluation, rows
+from asyncrl.data import for_demonstrations, for_evaluation, num_rows, rows
 from asyncrl.env import Env, Score
 from asyncrl.registry import register_env
 from asyncrl.rewards import Reward, reward_from
@@ -49,9 +49,11 @@ class Dataset(Env):
             raise ValueError(f"env.template must contain {{prompt}}, got {self.template!r}")
 
     def prompts(self, start: int = 0) -> Iterator[Prompt]:
-        asked = msgspec.structs.replace(self.dataset, completion_key=None)
-        for row in rows(asked, seed=self.seed, start=start):
+        for row in rows(self._asked, seed=self.seed, start=start):
             yield Prompt(id=row.position, prompt=self._ask(row.prompt), target=row.answer)
+
+    def epoch_prompts(self) -> int | None:
+        return num_rows(self._asked)
 
     def score(self, text: str, prompt: Prompt) -> Score | Awaitable[Score]:
         return self._reward(as_text(prompt.prompt), text, prompt.target)
@@ -72,6 +74,14 @@ class Dataset(Env):
             else:
                 asked = self._ask(row.prompt)
                 yield ([*_messages(asked, role="user"), *before] if before else asked), reply["content"]
+
+    def epoch_demonstrations(self) -> int | None:
+        return num_rows(self._taught)
+
+    @property
+    def _asked(self) -> DatasetConfig:
+        """What prompts read: no responses are needed for them."""
+        return msgspec.structs.replace(self.dataset, completion_key=None)
 
     @cached_property
     def _taught(self) -> DatasetConfig:

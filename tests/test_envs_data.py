@@ -157,6 +157,27 @@ def test_a_template_surrounds_text_prompts(tmp_path: Path) -> None:
     assert next(env.prompts()).prompt == "Q: What is 0 + 1? A:"
 
 
+@pytest.mark.parametrize(
+    ("keys", "size"),
+    [({}, 20), ({"limit": 7}, 7), ({"limit": 99, "epochs": 3}, 20), ({"streaming": True}, None)],
+)
+def test_an_environment_on_data_knows_how_many_prompts_an_epoch_has(
+    tmp_path: Path, keys: dict[str, Any], size: int | None
+) -> None:
+    what = config(write(tmp_path / "d.jsonl"), **keys)
+    assert [env(dataset=what).epoch_prompts() for env in (Dataset, GSM8K, Math)] == [size] * 3
+    taught = msgspec.structs.replace(what, completion_key="answer")
+    assert Dataset(dataset=taught).epoch_demonstrations() == size
+
+
+def test_rows_that_are_left_out_are_no_part_of_an_epoch(tmp_path: Path) -> None:
+    rows_ = [{"q": str(i) if i % 3 else None, "a": "1" if i % 2 else None} for i in range(12)]
+    what = msgspec.structs.replace(lines(tmp_path / "d.jsonl", *rows_), on_missing="skip")
+    env = Dataset(dataset=msgspec.structs.replace(what, completion_key="q", prompt_key="q"))
+    assert (env.epoch_prompts(), env.epoch_demonstrations()) == (4, 8)
+    assert len(list(env.prompts())) == 4
+
+
 def lines(path: Path, *rows_: Any) -> DatasetConfig:
     path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows_))
     return DatasetConfig(path=str(path), prompt_key="q", answer_key="a", shuffle=False, epochs=1)

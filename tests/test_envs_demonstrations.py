@@ -160,5 +160,6 @@ def test_the_command_learns_ones_own_data_and_ends_with_it(tmp_path: Path, capfd
     assert [row["step"] for row in rows] == list(range(1, 11))
     assert rows[-1]["sft/loss"] < rows[0]["sft/loss"] - 1
     assert rows[-1]["sft/too_long"] == 8
+    assert (rows[0]["data/epoch"], rows[-1]["data/epoch"]) == (pytest.approx(9 / 11, abs=0.1), 8)
     assert (run_dir / "model" / "config.json").exists()
     assert "demonstrations left out so far: " in capfd.readouterr().out

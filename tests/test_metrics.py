@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from asyncrl import Algorithm, Env, Episode, Group, Prompt, register_algo, register_env, trackers
-from asyncrl.metrics import Timer, merge_traces, open_timer, open_trackers, read_rows
+from asyncrl.metrics import Epochs, Timer, merge_traces, open_timer, open_trackers, read_rows
 from asyncrl.settings import load, resolve
 from asyncrl.trackers import JsonlTracker, Trackers
 
@@ -193,3 +193,15 @@ def test_tensorboard_holds_the_figures_of_the_rows_and_hides_what_a_resume_repea
     shown = [(scalar.step, scalar.value) for scalar in events.Scalars("reward/mean")]
     assert shown == [(1, 0.25), (2, 0.25), (3, 0.25), (4, 0.5), (5, 0.5), (6, 0.5)]
     assert set(events.Tags()["scalars"]) == {"version", "reward/mean", "time/elapsed_s"}
+
+
+def test_the_epoch_never_goes_back_and_is_left_out_where_nobody_knows_it(tmp_path):
+    def groups(*ids):
+        return [Group(lease_id=i, prompt=Prompt(id=i, prompt=""), episodes=[]) for i in ids]
+
+    (tmp_path / "trained.jsonl").write_text('{"step":1,"prompts":[0,2]}\n{"step":2,"prompts":[7,1]}\n')
+    epochs = Epochs(tmp_path, size=5)
+    assert epochs.after(groups(3, 4)) == {"data/epoch": 1.6}
+    assert epochs.after(groups(9, 8)) == {"data/epoch": 2.0}
+    assert Epochs(tmp_path / "new", size=5).after(groups(0, 1)) == {"data/epoch": 0.4}
+    assert Epochs(tmp_path, size=None).after(groups(9)) == {}

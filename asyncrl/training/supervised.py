@@ -18,6 +18,7 @@ from asyncrl.training.export import export, export_adapter
 from asyncrl.training.model import load_policy
 from asyncrl.training.optimizer import learning_rate
 from asyncrl.training.ranks import join_ranks, leave_ranks, make_mesh
+from asyncrl.training.reports import epoch_size
 from asyncrl.training.sft import Demonstrations, seed_all, train_on_demonstrations
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -35,14 +36,16 @@ def main(run: Run) -> None:
         tokenizer.chat_template = config.model.chat_template
     policy = load_policy(config, ranks, make_mesh(config.parallelism, ranks))
     trackers = open_trackers(run) if ranks.is_first else None
+    size = epoch_size(run.env.epoch_demonstrations) if ranks.is_first else None
 
     demonstrations = Demonstrations(run.env, Chat.of(config, tokenizer), longest=config.training.seq_len)
 
     def on_step(step: int, loss: float) -> None:
         if trackers is not None:
             rate = learning_rate(config.training, step)
+            known = {"data/epoch": demonstrations.num_read / size} if size else {}
             row = {"sft/loss": loss, "sft/too_long": demonstrations.num_too_long, "optimizer/learning_rate": rate}
-            trackers.log({"step": step, "version": step, **row})
+            trackers.log({"step": step, "version": step, **row, **known})
 
     train_on_demonstrations(
         policy,

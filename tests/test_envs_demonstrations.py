@@ -19,6 +19,7 @@ from asyncrl.metrics import read_rows
 from asyncrl.scripted import byte_tokenizer
 from asyncrl.training.member import Member
 from asyncrl.training.sft import Demonstrations
+from asyncrl.types import Refusal
 
 SAYS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 PLAIN = [{"prompt": f"{i}+1=", "completion": f"{i + 1}"} for i in range(10)]
@@ -133,7 +134,7 @@ def test_what_is_too_long_is_left_out_and_counted(tmp_path: Path) -> None:
     assert (len(some.take(4)), some.num_too_long) == (4, 2)
     assert (len(some.take(4)), some.num_too_long, some.num_read) == (2, 3, 9)
     assert some.take(4) == []
-    with pytest.raises(ValueError, match=r"the last 1000 .* longer than training.seq_len 3: .* shortest has 7 tokens"):
+    with pytest.raises(Refusal, match=r"the last 1000 .* longer than training.seq_len 3: .* shortest has 7 tokens"):
         Demonstrations(env_of(tmp_path, *rows, style="plain"), chat, longest=3).take(1)
 
 
@@ -163,3 +164,8 @@ def test_the_command_learns_ones_own_data_and_ends_with_it(tmp_path: Path, capfd
     assert (rows[0]["data/epoch"], rows[-1]["data/epoch"]) == (pytest.approx(9 / 11, abs=0.1), 8)
     assert (run_dir / "model" / "config.json").exists()
     assert "demonstrations left out so far: " in capfd.readouterr().out
+    argv += ["--run-dir", str(tmp_path / "none"), "--training.seq-len", "3", "--generation.max-tokens", "1"]
+    assert main(["sft", *argv]) == 1
+    said = capfd.readouterr().out
+    assert "ended the run: there is no demonstration to train on: all 88 are longer than training.seq_len" in said
+    assert "Traceback" not in said

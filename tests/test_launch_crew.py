@@ -14,10 +14,11 @@ import pytest
 
 from asyncrl.guard import MARK, members
 from asyncrl.replay.ledger import EndlessRejection
-from asyncrl.replay.server import CannotListen, open_server
+from asyncrl.replay.server import open_server
 from asyncrl.roles import describe_exit, write_error
 from asyncrl.settings import load, resolve
 from asyncrl.supervise import Backoff, Crew, Spec, clear_errors, first_error, obituary
+from asyncrl.types import Refusal
 
 SLEEPER = "import time; time.sleep(600)"
 FAMILY = f"""
@@ -137,7 +138,7 @@ def test_an_error_that_says_all_there_is_to_say_is_shown_without_its_traceback(t
     run = resolve(load(None, {"run_dir": str(tmp_path / "run")}))
     with socket.create_server(("127.0.0.1", 0)) as holder:
         taken = f"tcp://127.0.0.1:{holder.getsockname()[1]}"
-        with pytest.raises(CannotListen) as caught:
+        with pytest.raises(Refusal) as caught:
             open_server(run, bind=taken)
     write_error(tmp_path, "replay", 0, caught.value)
     said = f"replay 0 ended the run: the replay server cannot listen on {taken}: Address already in use"

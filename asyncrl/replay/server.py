@@ -29,6 +29,7 @@ from asyncrl.replay.samplers import SAMPLERS
 from asyncrl.replay.service import Service
 from asyncrl.replay.spool import Files
 from asyncrl.replay.store import Store
+from asyncrl.types import Refusal
 
 TURN_MESSAGES = 512
 """Messages handled between two commits and flushes."""
@@ -41,10 +42,6 @@ MAX_STALL_S = 1.0
 FORGET_STEPS = 8
 """Without checkpoints, used-up groups leave the disk every this many steps."""
 ADDRESS_FILE = "address.json"
-
-
-class CannotListen(ValueError):
-    """The address that the user chose is another program's, or of another machine."""
 
 
 class StopEvent(Protocol):
@@ -81,7 +78,7 @@ class Server:
             self._socket.bind(bind)
         except zmq.ZMQError as error:
             self.close()
-            raise CannotListen(f"the replay server cannot listen on {bind}: {error}") from error
+            raise Refusal(f"the replay server cannot listen on {bind}: {error}") from error
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._clock, self._seen, self._next_tick, self._next_sweep = 0.0, time.monotonic(), 0.0, 0.0
 

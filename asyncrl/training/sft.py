@@ -20,6 +20,7 @@ from asyncrl.training.optimizer import apply_gradients, make_optimizer
 from asyncrl.training.packing import pack, plan
 from asyncrl.training.ranks import Ranks
 from asyncrl.training.totals import Totals
+from asyncrl.types import Refusal
 
 WARMUP_BATCH = 128
 """Demonstrations per step of a warm-up."""
@@ -49,7 +50,7 @@ class Demonstrations:
         self.num_too_long = 0
 
     def take(self, num: int) -> list[Example]:
-        """The next `num`; fewer where they end. Raises ValueError after TOO_MANY in a row that are too long."""
+        """The next `num`; fewer where they end. Raises Refusal after TOO_MANY in a row that are too long."""
         batch: list[Example] = []
         in_vain: list[int] = []
         while len(batch) < num and (example := next(self._stream, None)) is not None:
@@ -62,7 +63,7 @@ class Demonstrations:
             self.num_too_long += 1
             in_vain.append(length)
             if len(in_vain) == TOO_MANY:
-                raise ValueError(
+                raise Refusal(
                     f"the last {TOO_MANY} demonstrations are longer than training.seq_len {self._longest}: with its "
                     f"prompt the shortest has {min(in_vain)} tokens; raise training.seq_len"
                 )
@@ -83,14 +84,14 @@ def train_on_demonstrations(
     """`steps` optimiser steps of AdamW at `rate(step)`, fewer where the demonstrations end. Returns how many, and the
     last loss. Collective over the ranks.
 
-    Raises NotImplementedError when the environment has no demonstrations and ValueError when none can be trained on.
+    Raises NotImplementedError when the environment has no demonstrations and Refusal when none can be trained on.
     """
     optimizer, loss = make_optimizer(policy, config), float("nan")
     for step in range(1, steps + 1):
         batch = demonstrations.take(batch_size)
         if not batch and step == 1:
             left_out = f": all {n} are longer than training.seq_len" if (n := demonstrations.num_too_long) else ""
-            raise ValueError(f"there is no demonstration to train on{left_out}")
+            raise Refusal(f"there is no demonstration to train on{left_out}")
         if not batch:
             return step - 1, loss
         loss = _step(policy, batch, config=config, ranks=ranks)

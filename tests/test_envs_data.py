@@ -125,6 +125,14 @@ def test_the_dataset_section_goes_to_the_environment(tmp_path: Path) -> None:
     run.env.check()
 
 
+@pytest.mark.parametrize(("name", "prompt_key"), [("dataset", "question"), ("math", "problem")])
+def test_what_the_env_section_leaves_out_is_the_environments_own_choice(name: str, prompt_key: str) -> None:
+    keys = {"env.name": name, "env.dataset.path": "mine.jsonl", "env.dataset.limit": "3"}
+    run = settings.resolve(settings.load(None, keys))
+    assert run.config.dataset.prompt_key == prompt_key
+    assert (run.config.dataset.path, run.config.dataset.name, run.config.dataset.limit) == ("mine.jsonl", None, 3)
+
+
 def test_a_dataset_for_an_environment_without_one_is_refused() -> None:
     with pytest.raises(ValueError, match=r"dataset\.path has no effect"):
         settings.resolve(settings.load(None, {"env.name": "countdown", "dataset.path": "x"}))

@@ -21,8 +21,8 @@ MAX_REFERENCES = 32
 """The replay server keeps the address of each (replay/service.py, MAX_ANNOUNCED)."""
 
 
-def check(run: Run) -> None:
-    """Raise ValueError for the first thing in `run` that cannot work."""
+def check(run: Run, *, supervised: bool = False) -> None:
+    """Raise ValueError for the first thing in `run` that cannot work. `supervised`: it is a run of `asyncrl sft`."""
     for refuse in (
         _lag,
         _capacity,
@@ -40,7 +40,10 @@ def check(run: Run) -> None:
         refuse(run)
     run.algo.check(training=run.config.training, replay=run.config.replay)
     try:
-        run.env.check()
+        if (supervised or run.config.training.warmup_sft_steps) and next(run.env.demonstrations(), None) is None:
+            raise ValueError(f"environment {run.config.env['name']!r} yields no demonstrations")
+        if not supervised:
+            run.env.check()
     except NotImplementedError as error:
         raise ValueError(str(error)) from None
 

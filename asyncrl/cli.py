@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn
 
 from asyncrl import __version__
 from asyncrl import help as pages
-from asyncrl.arguments import Arguments, parse
+from asyncrl.arguments import ALIASES, OPTIONS, Arguments, parse
 from asyncrl.keys import nearest
 
 ROLES = ("replay", "generator", "reference", "trainer", "sft")
@@ -37,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         if "help" in args.flags and args.command in pages.SHORT:
             print(pages.SHORT[args.command], end="")
             return 0
+        _refuse_unheard(args)
         return COMMANDS[args.command](args)
     except ValueError as error:
         print(f"asyncrl: error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -71,12 +72,12 @@ def _run(args: Arguments, *, ranks: Literal["trainer", "sft"]) -> int:
     run = resume(again, args.overrides) if again else resolve(load(args.options.get("config"), args.overrides))
     if again:
         _refuse_supervised(run.dir, ranks)
-    check(run)
     if ranks == "sft" and not has_demonstrations(run.env):
         raise ValueError(
             f"asyncrl sft trains on an environment's demonstrations, and {run.config.env['name']!r} has none: give its "
-            "class demonstrations(), or choose another --env"
+            "class demonstrations(), or choose another --env (`dataset`: your own data)"
         )
+    check(run, supervised=ranks == "sft")
     if "dry_run" in args.flags:
         print(dump(run), end="")
         return 0
@@ -172,8 +173,25 @@ def evaluate(args: Arguments) -> int:
     if len(args.names) > 1:
         raise ValueError("asyncrl eval takes one run folder, or --model PATH")
     if args.names:
+        _refuse_for_run(args)
         return evaluate_run(of_trained(args.names[0], args.overrides))
-    return evaluate_run(resolve(load(args.options.get("config"), {"name": "eval", **args.overrides})))
+    config = load(args.options.get("config"), {"name": "eval", **args.overrides})
+    if config.model.path == "tiny" and "model.path" not in args.overrides:
+        raise ValueError(
+            "asyncrl eval needs what it evaluates: a run folder, as in `asyncrl eval runs/demo`, or --model PATH "
+            "(--model tiny: the demo's model, untrained)"
+        )
+    return evaluate_run(resolve(config))
+
+
+def _refuse_for_run(args: Arguments) -> None:
+    """What `asyncrl eval RUN` takes from the run itself."""
+    given = [*args.options, *(key for key in ("model.path", "run_dir", "name") if key in args.overrides)]
+    if given:
+        raise ValueError(
+            f"asyncrl eval RUN evaluates RUN/model with the run's configuration and writes to RUN/eval: "
+            f"{_option(given[0])} has no effect; leave it out, or leave RUN out and name a --model"
+        )
 
 
 def plot(args: Arguments) -> int:
@@ -197,6 +215,7 @@ def keys(args: Arguments) -> int:
     """Make CURVE keys for runs on several hosts."""
     from asyncrl.replay.keys import add_client, new_keys
 
+    _no_overrides(args)
     match args.names:
         case ["new", folder]:
             new_keys(Path(folder))
@@ -214,6 +233,7 @@ def doctor(args: Arguments) -> int:
     from asyncrl.doctor import report
 
     _no_names(args)
+    _no_overrides(args)
     return report()
 
 
@@ -228,6 +248,22 @@ COMMANDS: dict[str, Callable[[Arguments], int]] = {
     "keys": keys,
     "doctor": doctor,
 }
+
+
+HEARD = {"train": {*OPTIONS, "dry_run"}, "sft": {"config", "resume", "dry_run"}, "eval": {"config"}}
+"""Options and flags that are no keys of the configuration, by the commands that look at them."""
+
+
+def _refuse_unheard(args: Arguments) -> None:
+    for key in (*args.options, *sorted(args.flags - {"help"})):
+        if key not in HEARD.get(args.command, ()):
+            raise ValueError(f"asyncrl {args.command} has no option {_option(key)}")
+
+
+def _option(key: str) -> str:
+    """A key as it is written on the command line."""
+    short = {path: alias for alias, path in ALIASES.items()}
+    return f"--{short.get(key, key).replace('_', '-')}"
 
 
 def _help(command: str, args: Arguments) -> int:
@@ -276,7 +312,7 @@ def _no_names(args: Arguments) -> None:
 
 def _no_overrides(args: Arguments) -> None:
     if args.overrides:
-        raise ValueError(f"asyncrl {args.command} has no option --{next(iter(args.overrides))}")
+        raise ValueError(f"asyncrl {args.command} has no option {_option(next(iter(args.overrides)))}")
 
 
 def _table(rows: list[dict[str, str]]) -> None:

@@ -51,6 +51,9 @@ class DatasetConfig(Section):
     `question`."""
     answer_key: str | None = None
     """The column that holds the reference answer; none: the environment's, mostly `answer`."""
+    completion_key: str | None = None
+    """The column that holds a response to learn from in supervised training, as text or as a list of chat messages that
+    ends with the assistant's; none: the environment's, for `dataset` `completion` or `messages`."""
     streaming: bool = False
     """Read as a stream instead of downloading first."""
     shuffle: bool = True

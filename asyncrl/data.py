@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Iterable, Iterator
-from itertools import count
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +18,17 @@ import msgspec
 import numpy as np
 
 from asyncrl.config import DatasetConfig
-from asyncrl.data_check import Checked, is_blank, json_error, refuse_mixed
-from asyncrl.env import Env
+from asyncrl.data_check import Checked, is_blank, is_conversation, json_error, refuse_mixed
+from asyncrl.env import Env, has_demonstrations
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 log = logging.getLogger(__name__)
-OWN_CHOICE = ("path", "name", "split", "eval_split", "prompt_key", "answer_key")
+OWN_CHOICE = ("path", "name", "split", "eval_split", "prompt_key", "answer_key", "completion_key")
 """Keys that an environment has an opinion on: none in the configuration leaves its own."""
+COMPLETIONS = ("completion", "messages")
+"""Columns of responses to learn from, where dataset.completion_key names none."""
+PEEK = 100
+"""Rows that say whether responses are whole conversations."""
 
 
 class Row(NamedTuple):
@@ -33,6 +37,7 @@ class Row(NamedTuple):
     position: int
     prompt: Any
     answer: Any
+    completion: Any = None
 
 
 def with_dataset(env: Env, given: DatasetConfig) -> Env:
@@ -47,6 +52,10 @@ def with_dataset(env: Env, given: DatasetConfig) -> Env:
         if changed:
             raise ValueError(f"dataset.{changed[0]} has no effect: environment {type(env).__name__} reads no dataset")
         return env
+    if given.completion_key is not None and not has_demonstrations(env):
+        raise ValueError(
+            f"dataset.completion_key has no effect: environment {type(env).__name__} has no demonstrations"
+        )
     return msgspec.structs.replace(env, dataset=_merged(own, given))
 
 
@@ -66,6 +75,30 @@ def for_evaluation(config: DatasetConfig) -> DatasetConfig:
     return msgspec.structs.replace(config, split=split, epochs=1)
 
 
+def for_demonstrations(config: DatasetConfig, *, prompt_keys: Sequence[str]) -> DatasetConfig:
+    """The same data as responses to learn from: `completion_key` set, and `prompt_key` where they are no whole
+    conversations, to the first of `prompt_keys` that is a column. Reads the first rows. Raises ValueError."""
+    asked = msgspec.structs.replace(config, prompt_key=None, answer_key=None)
+    first = list(islice(_readable(asked, _open(asked)), PEEK))
+    if not first:
+        raise ValueError(_no_rows(config))
+    columns = list(first[0])
+    key = config.completion_key or next((name for name in COMPLETIONS if name in columns), None)
+    if key is None:
+        raise ValueError(
+            f"dataset {config.path!r} has no responses to learn from: no column {' or '.join(COMPLETIONS)}, and "
+            f"dataset.completion_key names no other (columns: {', '.join(columns)})"
+        )
+    asked = msgspec.structs.replace(asked, completion_key=key)
+    _require_columns(asked, columns)
+    if any(is_conversation(row[key]) for row in first):
+        return asked
+    prompt = next((name for name in prompt_keys if name in columns), prompt_keys[0])
+    asked = msgspec.structs.replace(asked, prompt_key=prompt)
+    _require_columns(asked, columns)
+    return asked
+
+
 def rows(config: DatasetConfig, *, seed: int, start: int = 0) -> Iterator[Row]:
     """Yield rows from position `start`: the same rows as without `start`, also in a stream. Raises ValueError.
 
@@ -74,14 +107,12 @@ def rows(config: DatasetConfig, *, seed: int, start: int = 0) -> Iterator[Row]:
     """
     read = _stream_rows if config.streaming else _table_rows
     for position, row in read(config, _open(config), seed, start):
-        prompt = row[config.prompt_key] if config.prompt_key else None
-        yield Row(position, prompt, row[config.answer_key] if config.answer_key else None)
+        used = (config.prompt_key, config.answer_key, config.completion_key)
+        yield Row(position, *(row[key] if key else None for key in used))
 
 
 def _table_rows(config: DatasetConfig, table: Any, seed: int, start: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    _require_columns(config, table.column_names)
-    if config.limit is not None and config.limit < len(table):
-        table = table.select(range(config.limit))
+    table = _limited(config, table)
     usable = _usable(config, table)
     size = len(table) if usable is None else len(usable)
     if not size:
@@ -92,6 +123,20 @@ def _table_rows(config: DatasetConfig, table: Any, seed: int, start: int) -> Ite
         first = max(0, start - epoch * size)
         for offset in range(first, size):
             yield epoch * size + offset, table[int(order[offset])]
+
+
+def num_rows(config: DatasetConfig) -> int | None:
+    """How many rows one epoch has; None for a stream. Raises ValueError for what cannot be read."""
+    if config.streaming:
+        return None
+    table = _limited(config, _open(config))
+    usable = _usable(config, table) if config.on_missing == "skip" else None
+    return len(table) if usable is None else len(usable)
+
+
+def _limited(config: DatasetConfig, table: Any) -> Any:
+    _require_columns(config, table.column_names)
+    return table if config.limit is None else table.select(range(min(config.limit, len(table))))
 
 
 def _usable(config: DatasetConfig, table: Any) -> np.ndarray | None:
@@ -207,7 +252,7 @@ def _unreadable(config: DatasetConfig, error: Exception) -> str:
 
 
 def _require_columns(config: DatasetConfig, columns: list[str]) -> None:
-    for key in ("prompt_key", "answer_key"):
+    for key in ("prompt_key", "answer_key", "completion_key"):
         wanted = getattr(config, key)
         if wanted is not None and wanted not in columns:
             near = difflib.get_close_matches(wanted, columns, n=1)

@@ -1,4 +1,5 @@
-"""What a row of a dataset must hold: a prompt that can be asked and an answer to compare with. `data.py` calls this.
+"""What a row of a dataset must hold: a prompt that can be asked, and an answer to compare with or a response to learn
+from. `data.py` calls this.
 
 Missing values would be trained in silence otherwise: null as the text "None", an empty answer as one that every
 response contains. A table is scanned whole before its first row is used, a stream row by row as it is read.
@@ -112,7 +113,11 @@ def _short(row: dict[str, Any]) -> str:
 
 def _columns(config: DatasetConfig) -> list[tuple[str, str]]:
     """(column, what it holds) of what must be there."""
-    asked = [(config.prompt_key, "prompt"), (None if config.on_missing == "keep" else config.answer_key, "answer")]
+    asked = [
+        (config.prompt_key, "prompt"),
+        (None if config.on_missing == "keep" else config.answer_key, "answer"),
+        (config.completion_key, "completion" if config.prompt_key else "conversation"),
+    ]
     return [(column, what) for column, what in asked if column]
 
 
@@ -157,7 +162,37 @@ def answer_problem(value: Any) -> str | None:
     return None
 
 
-_PROBLEMS = {"prompt": prompt_problem, "answer": answer_problem}
+def completion_problem(value: Any) -> str | None:
+    """Why nothing can be learnt from this; None when something can: text, a number, or messages up to a reply."""
+    problem = prompt_problem(value)
+    if problem is not None or not isinstance(value, list) or value[-1]["role"] == "assistant":
+        return problem
+    return f"ends with a message of {value[-1]['role']!r}, not of the assistant"
+
+
+def is_conversation(value: Any) -> bool:
+    """Chat messages that begin before the assistant's: no prompt is needed beside them."""
+    return (
+        isinstance(value, list) and bool(value) and isinstance(value[0], dict) and value[0].get("role") != "assistant"
+    )
+
+
+def conversation_problem(value: Any) -> str | None:
+    """Why this cannot be learnt from without a prompt beside it; None when it can: messages that end with a reply."""
+    problem = completion_problem(value)
+    if problem is not None:
+        return problem
+    if not isinstance(value, list):
+        return f"is {KINDS.get(type(value), 'no list')}, not a list of chat messages"
+    return None if len(value) > 1 else "holds no message before the assistant's"
+
+
+_PROBLEMS = {
+    "prompt": prompt_problem,
+    "answer": answer_problem,
+    "completion": completion_problem,
+    "conversation": conversation_problem,
+}
 
 
 def _remedy(problem: str | None) -> str:
@@ -169,7 +204,7 @@ def refuse_mixed(config: DatasetConfig, path: Path, features: Any) -> None:
     """Raise ValueError for a JSON file with a column of several types, which the library turns into one: "1" to 1."""
     import datasets
 
-    used = [column for column in (config.prompt_key, config.answer_key) if column]
+    used = [column for column in (config.prompt_key, config.answer_key, config.completion_key) if column]
     columns = [column for column in used if isinstance((features or {}).get(column), datasets.Json)]
     checked = Checked(config)
     for number, row in enumerate(_parsed(path) if columns else (), 1):

@@ -121,11 +121,19 @@ class Env(msgspec.Struct, kw_only=True, dict=True):
         """The environment that measures progress on this one: by default the same with another seed."""
         return msgspec.structs.replace(self, seed=self.seed + EVALUATION_SEED)
 
+    def epoch_prompts(self) -> int | None:
+        """How many prompts make one pass over the data, for the figure data/epoch; None: endless, or nobody knows."""
+        return None
+
+    def epoch_demonstrations(self) -> int | None:
+        """How many demonstrations do."""
+        return None
+
     def demonstrations(self, start: int = 0) -> Iterator[tuple[str | list[Message], str]]:
-        """Yield (prompt, response text without EOS) for a supervised warm-up: endless, deterministic.
+        """Yield (prompt, response text without EOS) for supervised training, which ends where they do. Deterministic.
 
         What they teach is the environment's choice; the demo's teach the format and nothing of the task. Optional: only
-        a run with a warm-up (`training.warmup_sft_steps`) asks, and NotImplementedError then ends it.
+        `asyncrl sft` and a warm-up (`training.warmup_sft_steps`) ask for them.
         """
         raise NotImplementedError(f"{type(self).__name__} has no demonstrations: set training.warmup_sft_steps to 0")
 

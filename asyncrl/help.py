@@ -83,6 +83,9 @@ OPTIONS = """usage: asyncrl {command} [options] [--section.key value ...]
   --import MODULE        module or .py file to import in every process, for its registrations; may be repeated
   --resume RUN | auto    continue the run in that folder, or the newest one
   --dry-run              print the resolved configuration and start nothing
+"""
+
+ROLE = """\
   --role NAME --index I  be one process of the run in --run-dir (replay, generator, reference, trainer), for clusters
 """
 
@@ -93,7 +96,7 @@ def general() -> str:
 
 def command(name: str, *, algo: type | None, env: type | None) -> str:
     """The page of train, sft or eval."""
-    parts = [EVAL if name == "eval" else OPTIONS.format(command=name)]
+    parts = [EVAL if name == "eval" else OPTIONS.format(command=name) + (ROLE if name == "train" else "")]
     top, sections = [], []
     for key, kind in field_types(Config).items():
         if is_struct(kind):

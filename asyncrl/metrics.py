@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from asyncrl.trackers import JsonlTracker, TensorboardTracker, Tracker, Trackers
 
 if TYPE_CHECKING:
     from asyncrl.settings import Run
+    from asyncrl.types import Group
 
 OTHERS: dict[str, Callable[[Run], Tracker]] = {"wandb": WandbTracker, "tensorboard": TensorboardTracker}
 """Trackers beside the JSON lines, by their name in metrics.trackers."""
@@ -140,6 +141,23 @@ class Evaluated:
             return {}
         self._read += len(whole) + 1
         return msgspec.json.decode(whole.rpartition(b"\n")[2])
+
+
+class Epochs:
+    """data/epoch: how often the data was gone through, up to the furthest prompt that was trained on.
+
+    `size` is the number of prompts of one pass; None where nobody knows it. What earlier launches have trained on is in
+    trained.jsonl.
+    """
+
+    def __init__(self, run_dir: Path, *, size: int | None) -> None:
+        self._size = size
+        self._furthest = max((i for row in read_rows(run_dir, "trained.jsonl") for i in row["prompts"]), default=-1)
+
+    def after(self, groups: Iterable[Group]) -> dict[str, float]:
+        """The figure once these are trained on; nothing where it is not known. Prompt ids are positions in the data."""
+        self._furthest = max([self._furthest, *(group.prompt.id for group in groups)])
+        return {"data/epoch": (self._furthest + 1) / self._size} if self._size else {}
 
 
 def write_progress(run_dir: Path, text: str) -> None:

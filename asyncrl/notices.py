@@ -62,12 +62,14 @@ class Notices:
         )
 
     def of_rows(self, rows: Iterable[Row]) -> list[str]:
-        """Steps that changed nothing because something was not finite."""
+        """Steps that changed nothing because something was not finite, and demonstrations that do not fit."""
         lines = []
         for row in rows:
             self._skipped += skipped(row)
             if skipped(row) and self._news("skipped", self._skipped):
                 lines.append(f"step {row['step']} changed nothing: its loss or a gradient was not finite")
+            if (long := row.get("sft/too_long")) and self._news("too_long", long):
+                lines.append(f"demonstrations left out so far: {long:.0f}, longer than training.seq_len")
         return lines
 
     def _news(self, key: str, number: float) -> bool:

@@ -27,6 +27,7 @@ from asyncrl.memory import keep_freed_memory
 from asyncrl.replay.ledger import EndlessRejection
 from asyncrl.replay.server import read_address
 from asyncrl.settings import Run, load_run
+from asyncrl.types import Refusal
 
 LAUNCHER = "ASYNCRL_LAUNCHER"
 """Process id of the launcher, in the environment of what it starts."""
@@ -85,7 +86,7 @@ def write_error(run_dir: Path, role: str, index: int, error: BaseException) -> N
     folder = run_dir / "errors"
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join(traceback.format_exception(error))
-    line = str(error) if isinstance(error, EndlessRejection) else ""
+    line = str(error) if isinstance(error, EndlessRejection | Refusal) else ""
     record = {"role": role, "index": index, "traceback": text, "line": line, "at": time.monotonic()}
     temporary = folder / f".{role}-{index}.part"
     temporary.write_bytes(msgspec.json.encode(record))

@@ -23,7 +23,7 @@ import yaml
 from asyncrl import keys
 from asyncrl.algorithm import Algorithm, as_algorithm
 from asyncrl.checks import check
-from asyncrl.config import Config
+from asyncrl.config import Config, DatasetConfig
 from asyncrl.data import with_dataset
 from asyncrl.demo import TINY
 from asyncrl.env import Env, has_demonstrations
@@ -72,10 +72,22 @@ def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = N
     for key, value in (overrides or {}).items():
         _refuse_shaping(key)
         keys.put(tree, key, value)
+    tree = _one_dataset(tree)
     model = tree.get("model", {})
     if not isinstance(model, Mapping) or model.get("path", "tiny") == "tiny":
         tree = keys.merge(keys.merge(TINY, _tiny_of_env(tree)), tree)
     return keys.convert(tree, Config)
+
+
+def _one_dataset(tree: keys.Tree) -> keys.Tree:
+    """`env.dataset.key`, as an environment's page names it, is `dataset.key`, which wins where both are written."""
+    env = tree.get("env")
+    if not isinstance(env, Mapping) or not isinstance(env.get("dataset"), Mapping):
+        return tree
+    import_all(tree.get("imports") or [])
+    if keys.field_types(_env_class(str(env.get("name", "")))).get("dataset") is not DatasetConfig:
+        return tree
+    return keys.merge({"dataset": env["dataset"]}, {**tree, "env": _but_dataset(dict(env))})
 
 
 def _tiny_of_env(tree: keys.Tree) -> keys.Tree:

@@ -20,8 +20,9 @@ def summarise(run_dir: Path) -> list[str]:
         return [f"run folder  {run_dir} (no step was trained)"]
     draw(run_dir)
     lines = [_what_happened(rows), f"run folder  {run_dir}", f"plot        {run_dir / 'plots' / 'overview.png'}"]
-    model = run_dir / "model"
-    return lines + ([f"model       {model}"] if (model / "config.json").exists() else [])
+    model, adapter = run_dir / "model", run_dir / "adapter"
+    lines += [f"model       {model}"] if (model / "config.json").exists() else []
+    return lines + ([f"adapter     {adapter}"] if (adapter / "adapter_config.json").exists() else [])
 
 
 def changed_nothing(run_dir: Path, *, minibatches: int) -> bool:

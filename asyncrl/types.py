@@ -34,6 +34,10 @@ class EngineDead(RuntimeError):
     """The engine can serve no further request; the generator process ends and is restarted."""
 
 
+class Refusal(ValueError):
+    """What only the user can change ends a process of a run: shown as one line, the traceback stays in RUN/errors."""
+
+
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """One task of an environment. `id` is its position in the environment's stream; it never repeats within a run."""
 

@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from asyncrl.config import DatasetConfig
-from asyncrl.data import for_evaluation, rows
+from asyncrl.data import for_evaluation, num_rows, rows
 from asyncrl.env import Env
 from asyncrl.registry import register_env
 from asyncrl.rewards.answers import after_marker
@@ -51,6 +51,9 @@ class GSM8K(Env):
                 target=answer.replace(",", ""),
                 metadata={"solution": str(row.answer)},
             )
+
+    def epoch_prompts(self) -> int | None:
+        return num_rows(self.dataset)
 
     def score(self, text: str, prompt: Prompt) -> dict[str, float]:
         return self._reward("", text, prompt.target)

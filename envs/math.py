@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from asyncrl.config import DatasetConfig
-from asyncrl.data import for_evaluation, rows
+from asyncrl.data import for_evaluation, num_rows, rows
 from asyncrl.env import Env
 from asyncrl.registry import register_env
 from asyncrl.rewards.answers import boxed
@@ -50,6 +50,9 @@ class Math(Env):
         for row in rows(self.dataset, seed=self.seed, start=start):
             answer = boxed(str(row.answer)) or str(row.answer)
             yield Prompt(id=row.position, prompt=self._ask(str(row.prompt)), target=answer)
+
+    def epoch_prompts(self) -> int | None:
+        return num_rows(self.dataset)
 
     def score(self, text: str, prompt: Prompt) -> dict[str, float]:
         return self._reward("", text, prompt.target)

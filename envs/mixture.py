@@ -89,8 +89,8 @@ class Mixture(Env):
     def demonstrations(self, start: int = 0) -> Iterator[tuple[Any, str]]:
         streams = {name: self._component(name).demonstrations(done) for name, done in self._done(start).items()}
         index = start
-        while True:
-            yield next(streams[self._block(index // BLOCK)[index % BLOCK]])
+        while (shown := next(streams[self._block(index // BLOCK)[index % BLOCK]], None)) is not None:
+            yield shown
             index += 1
 
     @cached_property

@@ -256,15 +256,53 @@ def test_a_supervised_run_is_resumed_by_nobody_since_that_would_write_over_it(ca
 def test_demonstrations_that_an_environment_does_not_have_are_asked_for_before_anything_starts(capsys, tmp_path):
     data = tmp_path / "my.jsonl"
     data.write_text('{"question": "1+1=", "answer": "2"}\n')
-    argv = ["--env", "dataset", "--dataset.path", str(data), "--dry-run"]
+    argv, warm = ["--dataset.path", str(data), "--dry-run"], ["--training.warmup-sft-steps", "5"]
     for command, more, said in (
-        ("sft", [], "asyncrl sft trains on an environment's demonstrations, and 'dataset' has none"),
-        ("train", ["--training.warmup-sft-steps", "5"], "training.warmup_sft_steps is 5, and environment 'dataset'"),
+        ("sft", ["--env", "gsm8k"], "asyncrl sft trains on an environment's demonstrations, and 'gsm8k' has none"),
+        ("train", ["--env", "gsm8k", *warm], "training.warmup_sft_steps is 5, and environment 'gsm8k'"),
+        ("train", ["--env", "gsm8k", "--dataset.completion-key", "answer"], "dataset.completion_key has no effect"),
+        ("sft", ["--env", "dataset"], "no column completion or messages"),
+        ("train", ["--env", "dataset", *warm], "no column completion or messages"),
     ):
         code, _, err = run(capsys, command, *argv, *more)
         assert (code, err.count("\n")) == (2, 1)
         assert said in err
-    assert run(capsys, "train", *argv)[0] == 0
+    assert run(capsys, "train", *argv, "--env", "dataset")[0] == 0
+    for command, more in (("sft", []), ("train", warm)):
+        assert run(capsys, command, *argv, "--env", "dataset", "--dataset.completion-key", "answer", *more)[0] == 0
+
+
+def test_supervised_training_on_ones_own_data_needs_no_columns_but_those_it_learns_from(capsys, tmp_path):
+    data = tmp_path / "my.jsonl"
+    data.write_text('{"prompt": "1+1=", "completion": "2"}\n')
+    argv = ["--env", "dataset", "--dataset.path", str(data), "--dry-run"]
+    assert run(capsys, "sft", *argv)[0] == 0
+    code, _, err = run(capsys, "train", *argv)
+    assert code == 2
+    assert "dataset.prompt_key 'question' is not a column" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["doctor", "--foo"], "asyncrl doctor has no option --foo"),
+        (["doctor", "--dry-run"], "asyncrl doctor has no option --dry-run"),
+        (["plot", "runs/demo", "--config", "x.yaml"], "asyncrl plot has no option --config"),
+        (["keys", "new", "k", "--n", "3"], "asyncrl keys has no option --n"),
+        (["sft", "--role", "sft"], "asyncrl sft has no option --role"),
+        (["eval", "--resume", "runs/demo"], "asyncrl eval has no option --resume"),
+        (["eval"], "asyncrl eval needs what it evaluates: a run folder"),
+        (["eval", "--env", "countdown", "--n", "4"], "asyncrl eval needs what it evaluates: a run folder"),
+        (["eval", "runs/demo", "--name", "x"], "writes to RUN/eval: --name has no effect"),
+        (["eval", "runs/demo", "--run-dir", "x"], "writes to RUN/eval: --run-dir has no effect"),
+        (["eval", "runs/demo", "--model", "x"], "writes to RUN/eval: --model has no effect"),
+        (["eval", "runs/demo", "--config", "x.yaml"], "writes to RUN/eval: --config has no effect"),
+    ],
+)
+def test_what_a_command_would_not_look_at_is_refused_in_one_line(capsys, argv, said):
+    code, out, err = run(capsys, *argv)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert said in err
 
 
 def test_files_and_folders_that_cannot_be_used_are_one_line(capsys, tmp_path):
@@ -273,7 +311,7 @@ def test_files_and_folders_that_cannot_be_used_are_one_line(capsys, tmp_path):
     binary.write_bytes(b"\xff\xfe\x00")
     taken.write_text("a file")
     for command in ("train", "eval"):
-        code, _, err = run(capsys, command, "--run-dir", "/proc/none")
+        code, _, err = run(capsys, command, "--model", "tiny", "--run-dir", "/proc/none")
         assert (code, err.count("\n")) == (2, 1)
         assert "the run folder /proc/none cannot be used" in err
     for argv, said in (

@@ -125,6 +125,14 @@ def test_the_dataset_section_goes_to_the_environment(tmp_path: Path) -> None:
     run.env.check()
 
 
+@pytest.mark.parametrize(("name", "prompt_key"), [("dataset", "question"), ("math", "problem")])
+def test_what_the_env_section_leaves_out_is_the_environments_own_choice(name: str, prompt_key: str) -> None:
+    keys = {"env.name": name, "env.dataset.path": "mine.jsonl", "env.dataset.limit": "3"}
+    run = settings.resolve(settings.load(None, keys))
+    assert run.config.dataset.prompt_key == prompt_key
+    assert (run.config.dataset.path, run.config.dataset.name, run.config.dataset.limit) == ("mine.jsonl", None, 3)
+
+
 def test_a_dataset_for_an_environment_without_one_is_refused() -> None:
     with pytest.raises(ValueError, match=r"dataset\.path has no effect"):
         settings.resolve(settings.load(None, {"env.name": "countdown", "dataset.path": "x"}))
@@ -155,6 +163,27 @@ def test_chat_columns_are_messages(tmp_path: Path) -> None:
 def test_a_template_surrounds_text_prompts(tmp_path: Path) -> None:
     env = Dataset(dataset=config(write(tmp_path / "d.jsonl"), shuffle=False), template="Q: {prompt} A:", style="plain")
     assert next(env.prompts()).prompt == "Q: What is 0 + 1? A:"
+
+
+@pytest.mark.parametrize(
+    ("keys", "size"),
+    [({}, 20), ({"limit": 7}, 7), ({"limit": 99, "epochs": 3}, 20), ({"streaming": True}, None)],
+)
+def test_an_environment_on_data_knows_how_many_prompts_an_epoch_has(
+    tmp_path: Path, keys: dict[str, Any], size: int | None
+) -> None:
+    what = config(write(tmp_path / "d.jsonl"), **keys)
+    assert [env(dataset=what).epoch_prompts() for env in (Dataset, GSM8K, Math)] == [size] * 3
+    taught = msgspec.structs.replace(what, completion_key="answer")
+    assert Dataset(dataset=taught).epoch_demonstrations() == size
+
+
+def test_rows_that_are_left_out_are_no_part_of_an_epoch(tmp_path: Path) -> None:
+    rows_ = [{"q": str(i) if i % 3 else None, "a": "1" if i % 2 else None} for i in range(12)]
+    what = msgspec.structs.replace(lines(tmp_path / "d.jsonl", *rows_), on_missing="skip")
+    env = Dataset(dataset=msgspec.structs.replace(what, completion_key="q", prompt_key="q"))
+    assert (env.epoch_prompts(), env.epoch_demonstrations()) == (4, 8)
+    assert len(list(env.prompts())) == 4
 
 
 def lines(path: Path, *rows_: Any) -> DatasetConfig:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,8 +14,11 @@ import pytest
 
 from asyncrl.guard import MARK, members
 from asyncrl.replay.ledger import EndlessRejection
+from asyncrl.replay.server import open_server
 from asyncrl.roles import describe_exit, write_error
+from asyncrl.settings import load, resolve
 from asyncrl.supervise import Backoff, Crew, Spec, clear_errors, first_error, obituary
+from asyncrl.types import Refusal
 
 SLEEPER = "import time; time.sleep(600)"
 FAMILY = f"""
@@ -140,6 +144,15 @@ def test_an_error_that_says_all_there_is_to_say_is_shown_without_its_traceback(t
     write_error(tmp_path, "replay", 0, EndlessRejection("40 leases in a row"))
     assert obituary(dead, tmp_path) == "replay 0 ended the run: 40 leases in a row"
     assert "EndlessRejection: 40 leases" in first_error(tmp_path).traceback
+    run = resolve(load(None, {"run_dir": str(tmp_path / "run")}))
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        taken = f"tcp://127.0.0.1:{holder.getsockname()[1]}"
+        with pytest.raises(Refusal) as caught:
+            open_server(run, bind=taken)
+    write_error(tmp_path, "replay", 0, caught.value)
+    said = f"replay 0 ended the run: the replay server cannot listen on {taken}: Address already in use"
+    assert obituary(dead, tmp_path).startswith(said)
+    assert "\n" not in obituary(dead, tmp_path)
 
 
 def test_a_process_that_had_no_room_to_say_why_it_failed_is_spoken_for(tmp_path, monkeypatch):

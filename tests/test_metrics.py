@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from asyncrl import Algorithm, Env, Episode, Group, Prompt, register_algo, register_env, trackers
-from asyncrl.metrics import Timer, merge_traces, open_timer, open_trackers, read_rows
+from asyncrl.metrics import Epochs, Timer, merge_traces, open_timer, open_trackers, read_rows
 from asyncrl.settings import load, resolve
 from asyncrl.trackers import JsonlTracker, Trackers
 
@@ -201,3 +201,15 @@ def test_a_folder_that_cannot_be_written_to_costs_the_trace_and_not_the_process(
     with open_timer(run, role="generator", index=1)("rollout"):
         pass
     assert "generator 1 writes no trace: [Errno 17]" in capsys.readouterr().err
+
+
+def test_the_epoch_never_goes_back_and_is_left_out_where_nobody_knows_it(tmp_path):
+    def groups(*ids):
+        return [Group(lease_id=i, prompt=Prompt(id=i, prompt=""), episodes=[]) for i in ids]
+
+    (tmp_path / "trained.jsonl").write_text('{"step":1,"prompts":[0,2]}\n{"step":2,"prompts":[7,1]}\n')
+    epochs = Epochs(tmp_path, size=5)
+    assert epochs.after(groups(3, 4)) == {"data/epoch": 1.6}
+    assert epochs.after(groups(9, 8)) == {"data/epoch": 2.0}
+    assert Epochs(tmp_path / "new", size=5).after(groups(0, 1)) == {"data/epoch": 0.4}
+    assert Epochs(tmp_path, size=None).after(groups(9)) == {}

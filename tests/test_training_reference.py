@@ -13,7 +13,7 @@ from asyncrl.models import load_tokenizer
 from asyncrl.training.batch import micro_batches
 from asyncrl.training.ranks import make_mesh
 from asyncrl.training.reference import make_reference
-from asyncrl.training.sft import examples, train_on_demonstrations
+from asyncrl.training.sft import Demonstrations, examples, train_on_demonstrations
 
 
 def with_reference(config):
@@ -71,8 +71,7 @@ def test_the_warm_up_learns_the_format():
     policy = lone_policy(config)
     train_on_demonstrations(
         policy,
-        env=SortDigits(),
-        chat=Chat(tokenizer=load_tokenizer("tiny")),
+        demonstrations=Demonstrations(SortDigits(), Chat(tokenizer=load_tokenizer("tiny")), longest=64),
         config=config.training,
         ranks=lone_rank(),
         steps=20,

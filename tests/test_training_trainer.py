@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from training_helpers import free_port, random_groups
@@ -173,12 +174,29 @@ def test_the_end_of_the_data_is_the_end_of_the_run(tmp_path):
     module = tmp_path / "ten_prompts.py"
     module.write_text(TEN_PROMPTS)
     keys = {"imports": [str(module)], "env__name": "ten_prompts", "training__warmup_sft_steps": 0, "training__steps": 9}
+    keys["training__lora__rank"] = 2
     with world(tmp_path / "run", **keys) as (run, address):
         codes, output = finish(start(run, address))
     assert codes == [0], output
     assert [row["step"] for row in rows_of(run)] == [1, 2]
     assert (run.dir / "checkpoints" / "step-000002" / "COMPLETE").exists()
     assert (run.dir / "model" / "config.json").exists()
+    assert (run.dir / "adapter" / "adapter_config.json").exists()
+
+
+def test_the_epoch_is_how_far_the_data_was_trained_on_also_after_a_resume(tmp_path):
+    """Ten rows, four groups a step: the furthest prompt of all steps so far, over ten."""
+    data = tmp_path / "d.jsonl"
+    data.write_text("".join(json.dumps({"question": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(10)))
+    keys = {"env__name": "dataset", "dataset__path": str(data), "training__warmup_sft_steps": 0}
+    for steps in (4, 7):
+        with world(tmp_path / "run", **keys, training__steps=steps) as (run, address):
+            codes, output = finish(start(run, address))
+        assert codes == [0], output
+    lines = (run.dir / "trained.jsonl").read_text().splitlines()
+    furthest = np.maximum.accumulate([max(json.loads(line)["prompts"]) for line in lines])
+    assert [row["data/epoch"] for row in rows_of(run)] == pytest.approx((furthest + 1) / 10)
+    assert rows_of(run)[-1]["data/epoch"] >= 2.8
 
 
 TEN_PROMPTS = """

@@ -32,6 +32,7 @@ from asyncrl.replay.service import Service
 from asyncrl.replay.spool import Files
 from asyncrl.replay.standing import Standing
 from asyncrl.replay.store import Store
+from asyncrl.types import Refusal
 
 TURN_MESSAGES = 512
 """Messages handled between two commits and flushes."""
@@ -80,7 +81,7 @@ class Server:
             self._socket.bind(bind)
         except zmq.ZMQError as error:
             self.close()
-            raise ValueError(f"the replay server cannot listen on {bind}: {error}") from error
+            raise Refusal(f"the replay server cannot listen on {bind}: {error}") from error
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._clock, self._seen, self._next_tick, self._next_sweep = 0.0, time.monotonic(), 0.0, 0.0
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from asyncrl.metrics import Evaluated, open_timer, open_trackers
+from asyncrl.metrics import Epochs, Evaluated, open_timer, open_trackers
 from asyncrl.replay.client import ReplayClient, Taken
 from asyncrl.replay.exchange import ServerSilent
 from asyncrl.settings import Run
@@ -43,6 +43,7 @@ class Director:
         self._timer = open_timer(run, role="trainer", index=0)
         self._trackers = open_trackers(run, step=member.start.step)
         self._evaluated = Evaluated(run.dir)
+        self._epochs = Epochs(run.dir, size=reports.epoch_size(run.env.epoch_prompts))
         self._step = member.start.step
         self._saved = member.start.step if member.start.step else -1
         self._forgotten = -1
@@ -123,6 +124,7 @@ class Director:
             self._publish()
         ended = time.perf_counter()
         row |= reports.describe_groups(taken.groups) | reports.describe_sequences(sequences) | taken.metrics
+        row |= self._epochs.after(taken.groups)
         row |= self._sync | self._timer.row() | reports.memory(self.member.ranks.device) | self._evaluated.new()
         row |= self._speed(row, sequences.lengths_B, train_s=train_s, total_s=ended - self._row_at)
         self._trackers.log({"step": step, "version": step, **row})

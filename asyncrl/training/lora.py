@@ -1,11 +1,12 @@
-"""Low-rank adapters through peft: put into the model before sharding, merged when weights are published or exported.
+"""Low-rank adapters through peft: put into the model before sharding, merged when weights are published or exported,
+and written as peft writes them.
 
-Called by model.py. Generators never see an adapter: they receive W + scale * B A under the plain name.
+Called by model.py and export.py. Generators never see an adapter: they receive W + scale * B A under the plain name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from asyncrl.config import LoraConfig
 
 if TYPE_CHECKING:
+    from peft import LoraConfig as PeftConfig
     from transformers import PreTrainedModel
 
 A, B, BASE = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer"
@@ -23,21 +25,40 @@ A, B, BASE = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer"
 
 def add_adapters(lm: PreTrainedModel, config: LoraConfig, *, seed: int) -> PreTrainedModel:
     """Put adapters into the model's linear layers, in place; only they are trained. Equal seeds, equal adapters."""
-    import peft
+    from peft import inject_adapter_in_model
 
-    modules = config.target_modules
-    adapters = peft.LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft only divides it by the rank
-        target_modules=modules if modules == "all-linear" else modules.split(","),
-        lora_dropout=0.0,
-    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        peft.inject_adapter_in_model(adapters, lm)
+        inject_adapter_in_model(peft_config(config), lm)
     for name, parameter in lm.named_parameters():
         parameter.requires_grad_(".lora_" in name)
     return lm
+
+
+def peft_config(config: LoraConfig, *, modules: Sequence[str] = (), base: str | None = None) -> PeftConfig:
+    """The configuration as peft has it; `modules` in place of `all-linear`, `base`: the model it belongs on."""
+    from peft import LoraConfig as PeftConfig
+
+    chosen = config.target_modules
+    return PeftConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft only divides it by the rank
+        target_modules=chosen.split(",") if chosen != "all-linear" else list(modules) or chosen,
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+        inference_mode=base is not None,
+    )
+
+
+def is_factor(name: str) -> bool:
+    """Whether a parameter is half of an adapter."""
+    return name.endswith((A, B))
+
+
+def peft_name(name: str) -> str:
+    """A factor's name in a file of peft's."""
+    return f"base_model.model.{name.replace('.default.', '.')}"
 
 
 @contextmanager
@@ -63,7 +84,7 @@ def _scaling(module: nn.Module) -> dict[str, float]:
 
 def merged(named: dict[str, Tensor], lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Weights with adapters -> weights under their plain names. Gathers the small A factors on all ranks at once."""
-    factors = {name: _whole(tensor) for name, tensor in named.items() if name.endswith(A)}
+    factors = {name: whole(tensor) for name, tensor in named.items() if name.endswith(A)}
     for name, tensor in named.items():
         if ".lora_" in name:
             continue
@@ -74,7 +95,8 @@ def merged(named: dict[str, Tensor], lm: PreTrainedModel) -> Iterator[tuple[str,
         yield name.replace(f"{BASE}.", "."), tensor
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
+    """All of it, on every rank; collective where it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -24,12 +24,12 @@ from asyncrl.replay.keys import load_keys
 from asyncrl.settings import Run, num_references
 from asyncrl.training.batch import Sequences
 from asyncrl.training.checkpoint import Checkpointer, Position
-from asyncrl.training.export import export
+from asyncrl.training.export import export, export_adapter
 from asyncrl.training.model import load_policy, num_parameters, published
 from asyncrl.training.packing_check import check_packing
 from asyncrl.training.ranks import Ranks, make_mesh
 from asyncrl.training.reference import initial_model, make_reference, make_remote_reference
-from asyncrl.training.sft import WARMUP_BATCH, train_on_demonstrations, warm_up_rate
+from asyncrl.training.sft import WARMUP_BATCH, Demonstrations, train_on_demonstrations, warm_up_rate
 from asyncrl.training.step import Learner, Reference
 from asyncrl.weights.sender import WeightSender
 
@@ -56,7 +56,7 @@ class Save(msgspec.Struct, frozen=True, tag=True):
 
 
 class Export(msgspec.Struct, frozen=True, tag=True):
-    """Write the model as a Hugging Face folder."""
+    """Write the model as a Hugging Face folder, and adapters as peft's."""
 
 
 class Wait(msgspec.Struct, frozen=True, tag=True):
@@ -137,6 +137,7 @@ class Member:
                 self.checkpoints.save(self.policy, self.learner.optimizer, position)
             case Export():
                 self._export(self.run.dir / "model")
+                self._export_adapter()
             case Stop():
                 self.checkpoints.close()
                 self.sender.close()
@@ -162,16 +163,22 @@ class Member:
         dtype = DTYPES[config.training.dtype]
         export(self.policy, folder, path=config.model.path, tokenizer=self.tokenizer, dtype=dtype, ranks=self.ranks)
 
+    def _export_adapter(self) -> None:
+        config = self.run.config
+        if config.training.lora.rank:
+            folder, lora = self.run.dir / "adapter", config.training.lora
+            export_adapter(self.policy, folder, path=config.model.path, config=lora, ranks=self.ranks)
+
     def _warm_up(self) -> None:
         config = self.run.config
         steps = config.training.warmup_sft_steps or 0
         if not steps:
             return
         rate = warm_up_rate(config.model.path, config.training)
-        loss = train_on_demonstrations(
+        chat = Chat.of(config, self.tokenizer)
+        done, loss = train_on_demonstrations(
             self.policy,
-            env=self.run.env,
-            chat=Chat(tokenizer=self.tokenizer),
+            demonstrations=Demonstrations(self.run.env, chat, longest=config.training.seq_len),
             config=config.training,
             ranks=self.ranks,
             steps=steps,
@@ -179,7 +186,7 @@ class Member:
             rate=lambda step: rate,
             on_step=lambda step, loss: self._say(f"warm-up on demonstrations: step {step} of {steps}, loss {loss:.3f}"),
         )
-        self.warm_up = {"sft/steps": float(steps), "sft/loss": loss}
+        self.warm_up = {"sft/steps": float(done), "sft/loss": loss}
         if self.run.algo.needs().reference:  # a resumed run must find the same reference again
             self._export(self.run.dir / "initial")
 

@@ -1,12 +1,13 @@
 """What one batch of groups and one step look like in figures: rewards, staleness, lengths, speed, memory.
 
-Called by trainer rank 0 once per step. Pure but for the memory counters.
+Called by trainer rank 0 once per step. Pure but for the memory counters and the data's size.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import psutil
@@ -15,6 +16,8 @@ from transformers import PreTrainedConfig
 
 from asyncrl.training.batch import Sequences
 from asyncrl.types import Group
+
+log = logging.getLogger(__name__)
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "B200": 2250e12, "A100": 312e12, "A800": 312e12,
               "L40S": 362e12, "L4": 121e12, "4090": 165e12}  # fmt: skip
@@ -46,6 +49,15 @@ def describe_groups(groups: Sequence[Group]) -> dict[str, float]:
         "bias/trained_length": float(lengths.mean()),
         "tokens/not_finite": float(not_finite),  # sampled with a log-probability that is no number: never trained
     }
+
+
+def epoch_size(count: Callable[[], int | None]) -> int | None:
+    """What `count` says. None, with a warning, where the data is not to be had: a figure is no reason to end a run."""
+    try:
+        return count()
+    except (ValueError, ImportError) as error:
+        log.warning("there is no data/epoch in this run: %s", error)
+        return None
 
 
 def describe_sequences(sequences: Sequences) -> dict[str, float]:

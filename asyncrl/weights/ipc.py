@@ -81,16 +81,16 @@ class Lender:
         return Lending(self, self._number)
 
     def is_back(self, number: int) -> bool:
-        """Whether every receiver is done with bucket `number`."""
+        """Whether every receiver is done with bucket `number`. Hears all: one may have left while another reads."""
         for i, reader in enumerate(self._readers):
             while self._returned[i] < number:
                 said, _ = _next(reader, f"receiver {i + 1}")
                 if said is None:
-                    return False
+                    break
                 if len(said) != _NUMBER_BYTES:
                     raise WireBroken(said.decode(errors="replace"))
                 self._returned[i] = int.from_bytes(said, "little")
-        return True
+        return min(self._returned) >= number
 
     def hang_up(self) -> None:
         """Let the others know at once."""

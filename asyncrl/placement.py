@@ -46,7 +46,10 @@ def find_gpus() -> list[str]:
 
 def place(gpus: list[str], services: ServicesConfig) -> Placement:
     """Assign GPUs. Raises ValueError when a role insists on GPUs that are not there."""
-    placement = _tell_who_shares(_place_trainer_and_generators(gpus, services))
+    return _tell_who_shares(_place_references(gpus, services, _place_trainer_and_generators(gpus, services)))
+
+
+def _place_references(gpus: list[str], services: ServicesConfig, placement: Placement) -> Placement:
     reference = services.ref_model
     if not gpus or reference.with_gpus is False:
         return replace(placement, references=[{VISIBLE: ""}] * reference.num_replicas)
@@ -69,14 +72,21 @@ def _tell_who_shares(placement: Placement) -> Placement:
     trainer = [gpu for gpu in placement.trainer[VISIBLE].split(",") if gpu]
     theirs = [[gpu for gpu in env[VISIBLE].split(",") if gpu] for env in placement.generators]
     users = Counter(gpu for gpus in theirs for gpu in gpus)
+    references = Counter(env[VISIBLE] for env in placement.references)
+
+    def share(gpu: str) -> float:
+        if gpu in trainer:
+            return BESIDE_TRAINER / users[gpu]
+        return BESIDE_OTHERS / (users[gpu] + references[gpu])
+
     generators = []
     for env, gpus in zip(placement.generators, theirs, strict=True):
-        if any(users[gpu] > 1 or gpu in trainer for gpu in gpus):
-            share = min((BESIDE_TRAINER if gpu in trainer else BESIDE_OTHERS) / users[gpu] for gpu in gpus)
-            env = {**env, MEMORY_SHARE: f"{share:.3g}"}
+        if any(users[gpu] + references[gpu] > 1 or gpu in trainer for gpu in gpus):
+            env = {**env, MEMORY_SHARE: f"{min(map(share, gpus)):.3g}"}
         generators.append(env)
-    # NCCL does not connect a GPU with itself.
-    told = {WITH_GENERATOR: "1"} if trainer and users[trainer[0]] else {}
+    # NCCL does not connect a GPU with itself: rank 0 with a generator, or one generator with another.
+    group = Counter(trainer[:1]) + users
+    told = {WITH_GENERATOR: "1"} if trainer and max(group.values()) > 1 else {}
     return replace(placement, trainer={**placement.trainer, **told}, generators=generators)
 
 

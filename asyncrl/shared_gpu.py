@@ -9,9 +9,13 @@ from __future__ import annotations
 import os
 
 WITH_GENERATOR = "ASYNCRL_GPU_WITH_GENERATOR"
-"""`1` for trainer ranks of which the first computes on a generator's GPU."""
+"""`1` for trainer ranks where a generator computes on a GPU that another one, or rank 0, computes on too."""
 MEMORY_SHARE = "ASYNCRL_GPU_MEMORY_SHARE"
 """For a generator: the part of its GPU's memory that vLLM may take, where nothing else was asked for."""
+
+ALONE = {WITH_GENERATOR: "", MEMORY_SHARE: ""}
+"""For a process of which nothing else is said: what a run inherits from another one, from within which it was started,
+is not meant for it."""
 
 BESIDE_TRAINER = 0.3
 """Of a GPU that also holds a trainer rank, whose optimiser alone is six times the generator's weights."""
@@ -19,7 +23,7 @@ BESIDE_OTHERS = 0.9
 
 
 def with_generator() -> bool:
-    """Whether this process is a trainer rank that shares rank 0's GPU with a generator."""
+    """Whether this process is a trainer rank whose weight group has two members on one GPU."""
     return os.environ.get(WITH_GENERATOR) == "1"
 
 

@@ -21,6 +21,7 @@ import msgspec
 
 from asyncrl.guard import MARK, sweep
 from asyncrl.roles import LAUNCHER, describe_exit
+from asyncrl.shared_gpu import ALONE
 
 LOG_TAIL_LINES = 30
 FULL_BYTES = 1 << 20
@@ -86,7 +87,7 @@ class Crew:
     def start(self, spec: Spec) -> Child:
         """Start a process in a session of its own, its output in logs/<role>-<index>.log."""
         log = self.run_dir / "logs" / f"{spec.role}-{spec.index}.log"
-        env = {**os.environ, "PYTHONUNBUFFERED": "1", "SPT_NOENV": "1", **spec.env}
+        env = {**os.environ, **ALONE, "PYTHONUNBUFFERED": "1", "SPT_NOENV": "1", **spec.env}
         env |= {MARK: self.mark, LAUNCHER: str(os.getpid())}
         started = time.monotonic()
         with open(log, "ab") as out:

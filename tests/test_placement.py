@@ -1,11 +1,15 @@
 """Placement: who sees which GPU, and what is said when there are too few."""
 
+import sys
+
+import msgspec
 import pytest
 
 from asyncrl.config import ReferenceConfig, ServiceConfig, ServicesConfig
 from asyncrl.launch import hold_port
 from asyncrl.placement import VISIBLE, place
 from asyncrl.shared_gpu import MEMORY_SHARE, WITH_GENERATOR
+from asyncrl.supervise import Crew, Spec
 
 
 def services(ranks: int, replicas: int, procs: int = 1, **trainer) -> ServicesConfig:
@@ -37,7 +41,7 @@ def test_too_few_gpus_are_shared_and_it_is_said():
     placement = place(list("01"), services(1, 3))
     assert seen(placement) == ["1", "1", "1"]
     assert "shared" in placement.notes[0]
-    assert WITH_GENERATOR not in placement.trainer
+    assert placement.trainer[WITH_GENERATOR] == "1"  # NCCL would connect the three with each other
     assert {env[MEMORY_SHARE] for env in placement.generators} == {"0.3"}  # three share what one would have
     one = place(["0"], services(1, 2))
     assert seen(one) == ["0", "0"]
@@ -51,6 +55,28 @@ def test_a_generator_beside_a_trainer_on_all_gpus_keeps_off_the_one_of_rank_0():
     assert WITH_GENERATOR not in placement.trainer
     assert placement.generators[0][MEMORY_SHARE] == "0.3"
     assert "shared" in placement.notes[0]
+
+
+def test_a_generator_beside_a_reference_process_leaves_it_memory():
+    wanted = msgspec.structs.replace(
+        services(1, 2, with_gpus=False), ref_model=ReferenceConfig(with_gpus=True, num_replicas=1)
+    )
+    placement = place(list("01"), wanted)
+    assert placement.references == [{VISIBLE: "0"}]
+    assert placement.generators == [{VISIBLE: "0", MEMORY_SHARE: "0.45"}, {VISIBLE: "1"}]
+
+
+def test_what_another_run_s_launcher_said_about_its_gpus_is_not_inherited(tmp_path, monkeypatch):
+    monkeypatch.setenv(WITH_GENERATOR, "1")
+    monkeypatch.setenv(MEMORY_SHARE, "0.15")
+    told = tmp_path / "told"
+    say = "import sys; from asyncrl.shared_gpu import *; open(sys.argv[1], 'w').write"
+    say += "(f'{with_generator()} {memory_share()}')"
+    with Crew(tmp_path) as crew:
+        for env, expected in (({}, "False None"), ({WITH_GENERATOR: "1", MEMORY_SHARE: "0.3"}, "True 0.3")):
+            child = crew.start(Spec(role="generator", index=0, command=(sys.executable, "-c", say, str(told)), env=env))
+            child.process.wait(60)
+            assert told.read_text() == expected
 
 
 def test_a_trainer_on_the_cpu_leaves_all_gpus_to_generators():

@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import secrets
 import socket
 import threading
 import time
 
+import msgspec
 import pytest
 import torch
 
@@ -162,18 +164,37 @@ def test_an_end_that_leaves_breaks_the_wire_of_the_other_at_once(who):
         sender.close()
 
 
+def test_a_receiver_that_leaves_is_missed_while_another_still_reads():
+    sender, reading, leaving = opened(2)
+    sender.start(make_buffer(sender.spec, 64, CPU, sends=True))
+    reading.start(make_buffer(reading.spec, 64, CPU, sends=False))
+    reading.order(lambda: None)
+    leaving.close()
+    tries = iter(range(50))
+
+    def watch():
+        if next(tries, None) is None:
+            raise WireBroken("nothing was heard")
+
+    with pytest.raises(WireBroken, match="receiver 2 "):
+        sender.drain(watch)
+    for wire in (sender, reading):
+        wire.close()
+
+
 def test_whoever_comes_to_the_socket_without_a_rank_is_not_let_in():
     store, spec = group(1)
     scoped = prefixed(store, 1)
     lenders = []
     lending = threading.Thread(target=lambda: lenders.append(ipc.lend(scoped, spec, CPU)))
     lending.start()
-    name = scoped.get("lender").decode()
+    name = ipc._await_key(scoped, BOUND_S)
     strangers = []
-    for word in (b"", (0).to_bytes(8, "little"), (2).to_bytes(8, "little"), b"GET / HTTP/1.1"):
+    for word in (b"", (0).to_bytes(8, "little"), (2).to_bytes(8, "little"), b"GET / HTTP/1.1", None):
         stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         stranger.connect(f"\0{name}")
-        stranger.send(word) if word else stranger.close()
+        if word is not None:  # else it stays and says nothing
+            stranger.send(word) if word else stranger.close()
         strangers.append(stranger)
     borrower = ipc.borrow(scoped, spec, 1, CPU)
     lending.join(BOUND_S)
@@ -184,11 +205,87 @@ def test_whoever_comes_to_the_socket_without_a_rank_is_not_let_in():
         stranger.close()
 
 
-def test_where_memory_cannot_be_shared_weights_go_through_host_memory_from_then_on(monkeypatch, caplog):
-    def refuse(*_):
-        raise RuntimeError("CUDA error: invalid resource handle\nCompile with TORCH_USE_CUDA_DSA")
+def test_who_comes_when_the_sender_has_given_up_does_not_take_it_for_another_host():
+    store, spec = group(1)
+    scoped = prefixed(store, 1)
+    with pytest.raises(WireBroken, match="ranks \\[1\\] did not come"):
+        ipc.lend(scoped, msgspec.structs.replace(spec, timeout_s=0.05), CPU)
+    with pytest.raises(WireBroken, match="waits for nobody any more") as broken:
+        ipc.borrow(scoped, spec, 1, CPU)
+    assert not ipc.is_unavailable(str(broken.value))
 
+
+def test_the_sender_hears_from_a_rank_that_cannot_come_or_read(monkeypatch):
+    store, spec = group(2)  # of one engine, which may tell what its other rank says
+    scoped, reasons = prefixed(store, 1), []
+
+    def lend(use):
+        try:
+            use(ipc.lend(scoped, spec, CPU))
+        except WireBroken as error:
+            reasons.append(str(error))
+
+    monkeypatch.setattr(ipc, "_is_ours", lambda peer: threading.current_thread() is not threading.main_thread())
+    lending = threading.Thread(target=lend, args=(lambda lender: None,))
+    lending.start()
+    with pytest.raises(WireBroken, match="another user's"):
+        ipc.borrow(scoped, spec, 2, CPU)
+    lending.join(BOUND_S)
+    monkeypatch.undo()
+
+    sender, _, two = opened(2)
     monkeypatch.setattr(ipc, "_map", refuse)
+    two.start(make_buffer(two.spec, 16, CPU, sends=False))
+    sender.start(make_buffer(sender.spec, 16, CPU, sends=True))
+    with pytest.raises(WireBroken):
+        two.order(lambda: None)
+    with pytest.raises(WireBroken, match="invalid resource handle") as broken:
+        sender.drain(lambda: None)
+    assert all(map(ipc.is_unavailable, [*reasons, str(broken.value)]))
+    assert len(reasons) == 1
+
+
+def test_a_receiver_reads_what_was_lent_though_the_sender_has_closed_it():
+    sender, receiver = opened(1)
+    buffer = make_buffer(sender.spec, 64, CPU, sends=True)
+    buffer.fill_(7)
+    receiver.start(make_buffer(receiver.spec, 64, CPU, sends=False))
+    sender.start(buffer)
+    sender.close()
+    del buffer
+    gc.collect()
+    assert int(receiver.order(lambda: None).sum()) == 7 * 64  # and does not think that memory cannot be shared
+    with pytest.raises(WireBroken, match="the sender has left"):
+        receiver.drain(lambda: None)
+    receiver.close()
+
+
+def test_an_end_that_leaves_is_missed_though_a_forked_child_has_its_socket():
+    sender, receiver = opened(1)
+    kept = os.dup(sender._group._readers[0].fileno())
+    receiver.start(make_buffer(receiver.spec, 64, CPU, sends=False))
+    sender.close()
+    tries = iter(range(50))
+
+    def watch():
+        if next(tries, None) is None:
+            raise WireBroken("nothing was heard")
+
+    with pytest.raises(WireBroken, match="the sender has left"):
+        receiver.order(watch)
+    receiver.close()
+    os.close(kept)
+
+
+def refuse(*_, **_kwargs):
+    raise RuntimeError("CUDA error: invalid resource handle\nCompile with TORCH_USE_CUDA_DSA")
+
+
+@pytest.mark.parametrize(
+    ("where", "what"), [(ipc, "_map"), (ipc.Lender, "_place"), (ipc, "_open")], ids=["receiver", "sender", "nowhere"]
+)
+def test_where_memory_cannot_be_shared_weights_go_through_host_memory_from_then_on(monkeypatch, caplog, where, what):
+    monkeypatch.setattr(where, what, refuse)
     tensors = {f"t{i}": torch.full((900,), float(i)) for i in range(5)}
     engines = [Engine(), Engine()]
 

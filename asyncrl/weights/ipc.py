@@ -3,14 +3,16 @@
 Stands for a torch process group in `wire.py` where trainer rank 0 and a generator compute on one GPU: NCCL does not
 connect a GPU with itself, and through host memory weights are a thousand times slower. Over a Unix socket the sender
 says which bucket is complete and where it lies (CUDA IPC; on a CPU an anonymous file); the receiver maps that memory,
-loads from it, and says when it is done. Nothing here blocks once the group is built: whoever waits asks again. What
-goes wrong, and a peer that is gone, is a WireBroken.
+loads from it, and says when it is done, or why it cannot. Nothing here blocks once the group is built: whoever waits
+asks again. What goes wrong, and a peer that is gone, is a WireBroken.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import selectors
 import socket
 import struct
 import time
@@ -24,13 +26,17 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from asyncrl.weights.messages import JoinSpec
-from asyncrl.weights.store import WireBroken
+from asyncrl.weights.store import STORE_POLL_S, WireBroken
 
 _KEY = "lender"
-"""Where the store keeps the name of the sender's socket."""
+"""Where the store keeps the name of the sender's socket, while it is open."""
+_CANNOT = "cannot"
+"""Where a receiver says why it cannot come to it."""
 _UNAVAILABLE = "the sender's memory cannot be read here: "
 _DEVICE = 6
 """Position of the device in what `reduce_tensor` returns; what precedes it is known here."""
+_NUMBER_BYTES = 8
+"""Of a receiver's word that it is done with a bucket; any other length is the reason why it cannot read one."""
 
 
 class _Lent(msgspec.Struct, array_like=True):
@@ -40,8 +46,8 @@ class _Lent(msgspec.Struct, array_like=True):
     buffer: int
     start: int
     end: int
-    path: str
-    """The buffer's file, when it lies in host memory; empty otherwise."""
+    in_file: bool
+    """Whether the buffer lies in host memory: then its file comes along, for whoever has not mapped it already."""
     handle: tuple[Any, ...] | None
     """Of a buffer on a GPU; None when this receiver has mapped it already."""
     nbytes: int
@@ -61,46 +67,55 @@ class Lender:
         """Lend what the current stream has put into one buffer, made by `shareable`, to every receiver."""
         _synchronize(self._device)
         self._number += 1
-        message = msgspec.msgpack.encode(self._place(buffers[0]))
-        for reader in self._readers:
-            try:
-                reader.send(message)
-            except OSError as error:
-                raise WireBroken(f"a receiver has left: {error}") from error
+        try:
+            lent, files = self._place(buffers[0])
+        except (RuntimeError, OSError) as error:
+            raise WireBroken(f"{_UNAVAILABLE}{_first_line(error)}") from error
+        try:
+            for reader in self._readers:
+                socket.send_fds(reader, [msgspec.msgpack.encode(lent)], files)
+        except OSError as error:
+            raise WireBroken(f"a receiver has left: {error}") from error
+        finally:
+            _close(files)
         return Lending(self, self._number)
 
     def is_back(self, number: int) -> bool:
-        """Whether every receiver is done with bucket `number`."""
+        """Whether every receiver is done with bucket `number`. Hears all: one may have left while another reads."""
         for i, reader in enumerate(self._readers):
             while self._returned[i] < number:
-                said = _next(reader, f"receiver {i + 1}")
+                said, _ = _next(reader, f"receiver {i + 1}")
                 if said is None:
-                    return False
+                    break
+                if len(said) != _NUMBER_BYTES:
+                    raise WireBroken(said.decode(errors="replace"))
                 self._returned[i] = int.from_bytes(said, "little")
-        return True
+        return min(self._returned) >= number
 
     def hang_up(self) -> None:
         """Let the others know at once."""
         for reader in self._readers:
-            reader.close()
+            _hang_up(reader)
 
     def let_go(self) -> None:
         """Free what is held."""
         self._buffers.clear()
 
-    def _place(self, bucket: Tensor) -> _Lent:
+    def _place(self, bucket: Tensor) -> tuple[_Lent, list[int]]:
+        """Where the bucket lies, and the file to send along."""
         storage, start = bucket.untyped_storage(), int(bucket.storage_offset())
         known = list(self._buffers)
-        lent = _Lent(self._number, len(known), start, start + bucket.numel(), storage.filename or "", None,
+        lent = _Lent(self._number, len(known), start, start + bucket.numel(), storage.device.type == "cpu", None,
                      storage.nbytes())  # fmt: skip
         if storage.data_ptr() in self._buffers:
             lent.buffer = known.index(storage.data_ptr())
-        else:
-            self._buffers[storage.data_ptr()] = storage
-            if storage.device.type == "cuda":
-                whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-                lent.handle = tuple(reduce_tensor(whole)[1][_DEVICE:])
-        return lent
+            return lent, []
+        self._buffers[storage.data_ptr()] = storage
+        if lent.in_file:
+            return lent, [os.open(str(storage.filename), os.O_RDONLY)]
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        lent.handle = tuple(reduce_tensor(whole)[1][_DEVICE:])
+        return lent, []
 
 
 class Lending:
@@ -132,11 +147,14 @@ class Borrower:
         """Whether bucket `number` is there; those before it are given back."""
         self.give_back(number - 1)
         while self._come < number:
-            said = _next(self._lender, "the sender")
+            said, files = _next(self._lender, "the sender")
             if said is None:
                 return False
             lent = msgspec.msgpack.decode(said, type=_Lent)
-            self._buckets[lent.number] = self._mapped(lent)[lent.start : lent.end]
+            try:
+                self._buckets[lent.number] = self._mapped(lent, files)[lent.start : lent.end]
+            finally:
+                _close(files)
             self._come = lent.number
         return True
 
@@ -154,13 +172,13 @@ class Borrower:
             self._buckets.pop(taken, None)
         self._returned = number
         try:
-            self._lender.send(number.to_bytes(8, "little"))
+            self._lender.send(number.to_bytes(_NUMBER_BYTES, "little"))
         except OSError as error:
             raise WireBroken(f"the sender has left: {error}") from error
 
     def hang_up(self) -> None:
         """Let the sender know at once."""
-        self._lender.close()
+        _hang_up(self._lender)
 
     def let_go(self) -> None:
         """Unmap the sender's memory, once nothing reads it."""
@@ -169,13 +187,22 @@ class Borrower:
         self._buckets.clear()
         self._buffers.clear()
 
-    def _mapped(self, lent: _Lent) -> Tensor:
+    def _mapped(self, lent: _Lent, files: list[int]) -> Tensor:
         if lent.buffer not in self._buffers:
             try:
-                self._buffers[lent.buffer] = _map(lent, self._device)
+                self._buffers[lent.buffer] = _map(lent, files, self._device)
             except (RuntimeError, ValueError) as error:
-                raise WireBroken(f"{_UNAVAILABLE}{str(error).splitlines()[0]}") from error
+                raise self._cannot(_first_line(error)) from error
         return self._buffers[lent.buffer]
+
+    def _cannot(self, what: str) -> WireBroken:
+        """The sender is told why: of an engine's ranks this one's reason may be heard by nobody else."""
+        reason = f"{_UNAVAILABLE}{what}"
+        try:
+            self._lender.send(reason.encode())
+        except OSError as error:  # and has taken its memory along
+            return WireBroken(f"the sender has left: {error}")
+        return WireBroken(reason)
 
 
 class Borrowing:
@@ -193,13 +220,22 @@ class Borrowing:
 
 
 def shareable(nbytes: int, device: torch.device) -> Tensor:
-    """Zeros that a Lender can lend: uint8, on that GPU, or in a file without a name."""
+    """Zeros that a Lender can lend: uint8, on that GPU, or in a file without a name.
+
+    Raises WireBroken (`is_unavailable`) where this system has no such files."""
     if device.type == "cuda":
         torch.cuda.ipc_collect()  # what former receivers have let go of
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    file = os.memfd_create("asyncrl-weights")
-    os.ftruncate(file, nbytes)
-    buffer = _open(f"/proc/{os.getpid()}/fd/{file}", nbytes, to_write=True)
+    try:
+        file = os.memfd_create("asyncrl-weights")
+    except (AttributeError, OSError) as error:
+        raise WireBroken(f"{_UNAVAILABLE}no file in memory: {error}") from error
+    try:
+        os.ftruncate(file, nbytes)
+        buffer = _open(f"/proc/{os.getpid()}/fd/{file}", nbytes, to_write=True)
+    except (RuntimeError, OSError) as error:
+        os.close(file)
+        raise WireBroken(f"{_UNAVAILABLE}{_first_line(error)}") from error
     weakref.finalize(buffer.untyped_storage(), os.close, file)
     return buffer
 
@@ -207,49 +243,79 @@ def shareable(nbytes: int, device: torch.device) -> Tensor:
 def lend(store: dist.Store, spec: JoinSpec, device: torch.device) -> Lender:
     """Build the group as rank 0: wait until every other rank has come to a socket of this host.
 
-    Raises WireBroken, within spec.timeout_s for each.
+    Raises WireBroken, within spec.timeout_s (`is_unavailable`: a rank cannot come).
     """
-    readers: dict[int, socket.socket] = {}
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             name = f"asyncrl-weights-{secrets.token_hex(16)}"
             listener.bind(f"\0{name}")  # no file: nothing to leave behind
             listener.listen(spec.world_size)
-            listener.settimeout(spec.timeout_s)
+            listener.setblocking(False)
             store.set(_KEY, name)
-            while len(readers) < spec.world_size - 1:
-                reader, _ = listener.accept()
-                reader.settimeout(spec.timeout_s)
-                rank = int.from_bytes(reader.recv(8), "little")
-                if _is_ours(reader) and 1 <= rank < spec.world_size:
-                    reader.setblocking(False)
-                    readers[rank] = reader
+            try:
+                readers = _admit(listener, store, spec)
+            finally:
+                store.set(_KEY, "")  # first: who comes too late shall not take this for another host
     except OSError as error:
         raise WireBroken(f"receivers did not come to the sender's socket: {error}") from error
     return Lender([readers[rank] for rank in sorted(readers)], device)
 
 
+def _admit(listener: socket.socket, store: dist.Store, spec: JoinSpec) -> dict[int, socket.socket]:
+    """Every other rank, by its number. Whoever comes and says nothing keeps nobody waiting."""
+    readers: dict[int, socket.socket] = {}
+    deadline = time.monotonic() + spec.timeout_s
+    with selectors.DefaultSelector() as door:
+        door.register(listener, selectors.EVENT_READ)
+        while missing := set(range(1, spec.world_size)) - set(readers):
+            if time.monotonic() > deadline:
+                raise WireBroken(f"ranks {sorted(missing)} did not come to the sender's socket in {spec.timeout_s:g} s")
+            if store.check([_CANNOT]):
+                raise WireBroken(store.get(_CANNOT).decode())
+            for key, _ in door.select(STORE_POLL_S):
+                if key.fileobj is listener:
+                    caller = listener.accept()[0]
+                    caller.setblocking(False)
+                    if _is_ours(caller):
+                        door.register(caller, selectors.EVENT_READ, caller)
+                    continue
+                door.unregister(key.data)
+                if (rank := _said(key.data)) in range(1, spec.world_size):
+                    readers[rank] = key.data
+    return readers
+
+
 def borrow(store: dist.Store, spec: JoinSpec, rank: int, device: torch.device) -> Borrower:
     """Build the group as another rank. Raises WireBroken (`is_unavailable`: the sender is on another host)."""
+    name = _await_key(store, spec.timeout_s)
     lender = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        _await_key(store, spec.timeout_s)
-        lender.connect(f"\0{store.get(_KEY).decode()}")
-        lender.send(rank.to_bytes(8, "little"))
+        lender.connect(f"\0{name}")
+        if not _is_ours(lender):
+            raise PermissionError("its socket is another user's")
+        lender.send(rank.to_bytes(_NUMBER_BYTES, "little"))
     except OSError as error:
         lender.close()
-        raise WireBroken(f"{_UNAVAILABLE}the sender is not on this host ({error})") from error
+        if store.get(_KEY).decode() != name:
+            raise WireBroken("the sender waits for nobody any more") from error
+        reason = f"{_UNAVAILABLE}the sender is not on this host ({error})"
+        store.set(_CANNOT, reason)
+        raise WireBroken(reason) from error
     lender.setblocking(False)
     return Borrower(lender, device)
 
 
-def _await_key(store: dist.Store, timeout_s: float) -> None:
-    """Asks again and again: a wait would hold the connection, and nobody else could ask whether all is over."""
+def _await_key(store: dist.Store, timeout_s: float) -> str:
+    """The name of the sender's socket. Asks again and again: a wait would hold the connection, and nobody else could
+    ask whether all is over."""
     deadline = time.monotonic() + timeout_s
     while not store.check([_KEY]):
         if time.monotonic() > deadline:
             raise WireBroken(f"the sender opened no socket within {timeout_s:g} s")
         time.sleep(0.002)
+    if not (name := store.get(_KEY).decode()):
+        raise WireBroken("the sender waits for nobody any more")
+    return name
 
 
 def is_unavailable(reason: str) -> bool:
@@ -263,9 +329,19 @@ def _is_ours(peer: socket.socket) -> bool:
     return user == os.geteuid()
 
 
-def _map(lent: _Lent, device: torch.device) -> Tensor:
-    if lent.path:
-        return _open(lent.path, lent.nbytes, to_write=False)
+def _said(caller: socket.socket) -> int:
+    """The rank that a caller claims; 0 for none."""
+    try:
+        return int.from_bytes(caller.recv(_NUMBER_BYTES), "little")
+    except OSError:
+        return 0
+
+
+def _map(lent: _Lent, files: list[int], device: torch.device) -> Tensor:
+    if lent.in_file:
+        if not files:
+            raise ValueError("its file did not come along: too many open files?")
+        return _open(f"/proc/self/fd/{files[0]}", lent.nbytes, to_write=False)
     if device.type != "cuda" or lent.handle is None:
         raise ValueError(f"it is on a GPU, and this receiver on {device}")
     known = (Tensor, (lent.nbytes,), (1,), 0, torch.UntypedStorage, torch.uint8)
@@ -277,17 +353,33 @@ def _open(path: str, nbytes: int, *, to_write: bool) -> Tensor:
     return torch.from_file(path, shared=to_write, size=nbytes, dtype=torch.uint8)
 
 
-def _next(peer: socket.socket, who: str) -> bytes | None:
-    """The next message, None when there is none yet."""
+def _next(peer: socket.socket, who: str) -> tuple[bytes | None, list[int]]:
+    """The next message, None when there is none yet, and the open files that came with it."""
     try:
-        said = peer.recv(1 << 16)
+        said, files, _, _ = socket.recv_fds(peer, 1 << 16, 1, socket.MSG_CMSG_CLOEXEC)
     except BlockingIOError:
-        return None
+        return None, []
     except OSError as error:
         raise WireBroken(f"{who} cannot be heard any more: {error}") from error
     if not said:
         raise WireBroken(f"{who} has left")
-    return said
+    return said, files
+
+
+def _hang_up(peer: socket.socket) -> None:
+    """Heard at once, also where a forked child still has the socket."""
+    with contextlib.suppress(OSError):
+        peer.shutdown(socket.SHUT_RDWR)
+    peer.close()
+
+
+def _close(files: list[int]) -> None:
+    for file in files:
+        os.close(file)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or repr(error)).splitlines()[0]
 
 
 def _synchronize(device: torch.device) -> None:

@@ -67,9 +67,9 @@ class Receiver:
         """Take part in one broadcast of `plan`; bucket k is loaded while k+1 and its successors arrive.
 
         `load` gets complete tensors in plan order, on the model's device for nccl and in host memory for gloo, or where
-        the sender has them for ipc. They
-        are views of a buffer that is overwritten afterwards: copy from them before returning (on a GPU: queue the copy
-        on the current stream). Returns a checksum per bucket, or nothing when the plan asks for none; when it returns,
+        the sender has them for ipc. They are views of a buffer that is overwritten afterwards, and for ipc not this
+        process's: copy from them before returning (on a GPU: queue the copy on the current stream), and never write to
+        them. Returns a checksum per bucket, or nothing when the plan asks for none; when it returns,
         the copies are done. Raises WireBroken when the broadcast ends early, and whatever `load` raises; the group has
         then been left.
         """

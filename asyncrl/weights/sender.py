@@ -7,6 +7,7 @@ step. It never gathers before all ranks have agreed on the plan.
 
 from __future__ import annotations
 
+import logging
 import time
 
 import torch
@@ -15,14 +16,17 @@ from torch import Tensor
 from asyncrl.config import WeightsConfig
 from asyncrl.hosts import reachable
 from asyncrl.replay.keys import CurveKeys
+from asyncrl.weights import ipc
 from asyncrl.weights.checksums import checksum
 from asyncrl.weights.control import Control
 from asyncrl.weights.gather import Gatherer, Tensors, agree, compare_plans, describe
 from asyncrl.weights.messages import PlanSpec, SyncReport
-from asyncrl.weights.plan import Bucket, buckets, make_plan, total_bytes
-from asyncrl.weights.store import serve_store
+from asyncrl.weights.plan import ALIGNMENT, Bucket, buckets, make_plan, total_bytes
+from asyncrl.weights.store import WireBroken, serve_store
 from asyncrl.weights.sync import Conductor, Group, Sync
 from asyncrl.weights.wire import current, exact, make_buffer, resolve_backend
+
+log = logging.getLogger(__name__)
 
 SENDING = 2
 """Buckets that the sender holds: one is filled while the other is on the wire."""
@@ -147,10 +151,21 @@ class WeightSender:
         return Conductor(
             control=control,
             store=serve_store(host, config.timeout_s),
-            backend=resolve_backend(config.backend, self._device),
+            backend=self._backend(),
             timeout_s=config.timeout_s,
             device=self._device,
         )
+
+    def _backend(self) -> str:
+        """What was chosen, and gloo where that is ipc and this system has no memory to share."""
+        backend = resolve_backend(self._config.backend, self._device)
+        if backend == "ipc":
+            try:
+                ipc.shareable(ALIGNMENT, self._device)
+            except WireBroken as error:
+                log.warning("weights go through host memory (gloo): %s", error)
+                return "gloo"
+        return backend
 
     def _report(self, version: int, served: int, sync: Sync | None, gather_s: float, total_s: float) -> SyncReport:
         assert self._plan is not None

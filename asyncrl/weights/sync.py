@@ -262,7 +262,8 @@ class Sync:
                 self._count(member, committed)
         if again:
             self._c.disband("a receiver has left it")  # even where the wire held: who fails does not stay
-        cannot = next((reply.reason for _, reply in again if is_unavailable(reply.reason)), None)
+        reasons = [self._broken or "", *(reply.reason for _, reply in again)]
+        cannot = next(filter(is_unavailable, reasons), None)
         if cannot is not None:
             log.warning("weights go through host memory (gloo) from now on: %s", cannot)
             self._c.backend = "gloo"

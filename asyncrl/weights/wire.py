@@ -91,6 +91,8 @@ class Wire:
         options.rootRank, options.asyncOp = 0, True
         try:
             self._started.append((self._group.broadcast([buffer], options), buffer))
+        except WireBroken:
+            raise
         except RuntimeError as error:
             raise WireBroken(f"broadcast did not start: {error}") from error
 

@@ -46,17 +46,38 @@ def with_dataset(env: Env, given: DatasetConfig) -> Env:
     An environment reads a dataset when it has a field `dataset` of type DatasetConfig. Raises ValueError when it has
     none and the section says anything.
     """
-    own = getattr(env, "dataset", None)
+    own = dataset_of(env)
     if own is None:
-        changed = [k for k in DatasetConfig.__struct_fields__ if getattr(given, k) != getattr(DatasetConfig(), k)]
-        if changed:
-            raise ValueError(f"dataset.{changed[0]} has no effect: environment {type(env).__name__} reads no dataset")
-        return env
+        parts = {name: part for name in env.__struct_fields__ if dataset_of(part := getattr(env, name)) is not None}
+        _refuse_changes(given, env, parts)
+        return msgspec.structs.replace(env, **{name: _completed(part) for name, part in parts.items()})
     if given.completion_key is not None and not has_demonstrations(env):
         raise ValueError(
             f"dataset.completion_key has no effect: environment {type(env).__name__} has no demonstrations"
         )
     return msgspec.structs.replace(env, dataset=_merged(own, given))
+
+
+def _refuse_changes(given: DatasetConfig, env: Env, parts: Iterable[str]) -> None:
+    changed = [k for k in DatasetConfig.__struct_fields__ if getattr(given, k) != getattr(DatasetConfig(), k)]
+    if changed:
+        hint = "".join(f"; its part does: env.{name}.dataset.{changed[0]}" for name in [*parts][:1])
+        name = type(env).__name__
+        raise ValueError(f"dataset.{changed[0]} has no effect: environment {name} reads no dataset itself{hint}")
+
+
+def _completed(part: Env) -> Env:
+    """A part of a mixture: what its section of the configuration leaves open is as it would be alone."""
+    own, given = dataset_of(type(part)()), dataset_of(part)
+    assert own is not None
+    assert given is not None
+    return msgspec.structs.replace(part, dataset=_merged(own, given))
+
+
+def dataset_of(env: object) -> DatasetConfig | None:
+    """What an environment reads; None when it reads no dataset (a part of a mixture may be called so)."""
+    own = getattr(env, "dataset", None)
+    return own if isinstance(own, DatasetConfig) else None
 
 
 def _merged(own: DatasetConfig, given: DatasetConfig) -> DatasetConfig:

@@ -24,7 +24,7 @@ from asyncrl import keys
 from asyncrl.algorithm import Algorithm, as_algorithm
 from asyncrl.checks import check
 from asyncrl.config import Config, DatasetConfig
-from asyncrl.data import with_dataset
+from asyncrl.data import dataset_of, with_dataset
 from asyncrl.demo import TINY
 from asyncrl.env import Env, has_demonstrations
 from asyncrl.registry import ALGOS, ENVS, import_user_module
@@ -87,7 +87,9 @@ def _one_dataset(tree: keys.Tree) -> keys.Tree:
     import_all(tree.get("imports") or [])
     if keys.field_types(_env_class(str(env.get("name", "")))).get("dataset") is not DatasetConfig:
         return tree
-    return keys.merge({"dataset": env["dataset"]}, {**tree, "env": _but_dataset(dict(env))})
+    return keys.merge(
+        {"dataset": env["dataset"]}, {**tree, "env": {key: value for key, value in env.items() if key != "dataset"}}
+    )
 
 
 def _tiny_of_env(tree: keys.Tree) -> keys.Tree:
@@ -117,8 +119,8 @@ def resolve(config: Config) -> Run:
         config,
         run_dir=config.run_dir if config.run_dir is not None else str(_free_dir(Path("runs") / config.name)),
         algo={"name": config.algo["name"], **msgspec.to_builtins(algo)},
-        env={"name": config.env["name"], **_but_dataset(msgspec.to_builtins(env))},
-        dataset=getattr(env, "dataset", config.dataset),
+        env={"name": config.env["name"], **_written(env)},
+        dataset=dataset_of(env) or config.dataset,
         replay=msgspec.structs.replace(replay, max_lag=max_lag, capacity_groups=capacity),
         generation=msgspec.structs.replace(generation, max_groups=groups),
         eval=msgspec.structs.replace(config.eval, temperature=_eval_temperature(config)),
@@ -139,12 +141,12 @@ def _eval_temperature(config: Config) -> float:
 
 def on_env(run: Run, env: Env, *, run_dir: Path) -> Run:
     """The same run on another environment of the same name (other fields), as a run folder of its own."""
-    fields = _but_dataset(msgspec.to_builtins(env))
+    fields = _written(env)
     config = msgspec.structs.replace(
         run.config,
         run_dir=str(run_dir),
         env={"name": run.config.env["name"], **fields},
-        dataset=getattr(env, "dataset", run.config.dataset),
+        dataset=dataset_of(env) or run.config.dataset,
     )
     return Run(config=config, algo=run.algo, env=env)
 
@@ -292,9 +294,10 @@ def _build(cls: type, values: Mapping[str, Any], *, section: str) -> Any:
     return keys.convert(own, cls, section=section)
 
 
-def _but_dataset(env: keys.Tree) -> keys.Tree:
-    """The env section as it is written: a dataset has a section of its own."""
-    return {key: value for key, value in env.items() if key != "dataset"}
+def _written(env: Env) -> keys.Tree:
+    """The env section: its dataset has a section of its own."""
+    fields: keys.Tree = msgspec.to_builtins(env)
+    return fields if dataset_of(env) is None else {key: value for key, value in fields.items() if key != "dataset"}
 
 
 def _free_dir(wanted: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from itertools import islice
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from asyncrl import keys
 from asyncrl.env import Env, total
 from asyncrl.envs.countdown import Countdown
 from asyncrl.registry import ENVS
+from asyncrl.settings import load, resolve
 
 MADE_UP = ["sort_digits", "token_reversal", "arithmetic", "countdown", "countdown:0.7,arithmetic:0.3"]
 
@@ -88,6 +90,18 @@ def test_components_of_a_mixture_have_sections_of_their_own() -> None:
     assert (env.countdown.numbers, env.arithmetic.terms) == (4, 3)
     with pytest.raises(ValueError, match=r"env\.countdown\.number"):
         keys.convert({"countdown": {"nubmers": 4}}, cls, section="env")
+
+
+def test_a_part_of_a_mixture_reads_its_own_dataset_with_the_columns_it_has_alone(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": "2"}\n{"question": "1+2", "answer": "3"}\n')
+    named = {"env": {"name": "dataset:1,countdown:1", "dataset": {"dataset": {"path": str(tmp_path / "rows.jsonl")}}}}
+    run = resolve(load(None, named))
+    prompts = [p for p, _ in zip(run.env.prompts(), range(20), strict=False)]
+    assert {p.target for p in prompts if p.metadata["env"] == "dataset"} == {"2", "3"}
+    again = resolve(load(None, {"env": run.config.env}))  # as a run folder keeps it
+    assert again.env == run.env
+    with pytest.raises(ValueError, match=r"dataset\.path has no effect.*env\.dataset\.dataset\.path"):
+        resolve(load(None, {"env.name": "dataset:1,countdown:1", "dataset.path": "x.jsonl"}))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -24,6 +25,7 @@ from typing import NoReturn
 import msgspec
 
 from asyncrl.memory import keep_freed_memory
+from asyncrl.replay.exchange import RankMissing
 from asyncrl.replay.ledger import EndlessRejection
 from asyncrl.replay.server import read_address
 from asyncrl.settings import Run, load_run
@@ -32,6 +34,8 @@ LAUNCHER = "ASYNCRL_LAUNCHER"
 """Process id of the launcher, in the environment of what it starts."""
 ELASTIC = "TORCHELASTIC_RUN_ID"
 """In the environment of what torch's elastic launcher starts."""
+PLAIN = (EndlessRejection, RankMissing)
+"""Errors whose text says all there is to say."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -42,11 +46,7 @@ def run_role(role: str, *, run_dir: str, index: int, address: str | None = None)
     The process ends here, past Python's and C++'s farewells: all that matters is closed by then, and threads of torch's
     process groups would turn a good end into an abort.
     """
-    code = _run_role(role, run_dir=run_dir, index=index, address=address)
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    _leave(_run_role(role, run_dir=run_dir, index=index, address=address))
 
 
 def _run_role(role: str, *, run_dir: str, index: int, address: str | None) -> int:
@@ -68,6 +68,21 @@ def _run_role(role: str, *, run_dir: str, index: int, address: str | None) -> in
     return 0
 
 
+def _end_at_once(run_dir: Path, role: str, index: int, error: BaseException) -> NoReturn:
+    """End this process from any thread: the main one may be in a collective that nobody ends."""
+    print(f"asyncrl {role} {index}: {error}", file=sys.stderr)
+    with contextlib.suppress(OSError):
+        write_error(run_dir, role, index, error)
+    _leave(1)
+
+
+def _leave(code: int) -> NoReturn:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def die_with_parent() -> None:
     """Linux: be killed when the process that started this one ends: our launcher or torch's, or a role. Elsewhere, and
     started by hand, nothing: a shell may well end before."""
@@ -85,7 +100,7 @@ def write_error(run_dir: Path, role: str, index: int, error: BaseException) -> N
     folder = run_dir / "errors"
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join(traceback.format_exception(error))
-    line = str(error) if isinstance(error, EndlessRejection) else ""
+    line = str(error) if isinstance(error, PLAIN) else ""
     record = {"role": role, "index": index, "traceback": text, "line": line, "at": time.monotonic()}
     temporary = folder / f".{role}-{index}.part"
     temporary.write_bytes(msgspec.json.encode(record))
@@ -115,7 +130,7 @@ def _start(role: str, run: Run, index: int, address: str | None) -> None:
     elif role == "trainer":
         from asyncrl.training import trainer
 
-        trainer.main(run, address)
+        trainer.main(run, address, end=partial(_end_at_once, run.dir, role, index))
     else:
         raise AssertionError(f"cli.py lets no role {role!r} pass")
 

@@ -151,6 +151,11 @@ class ReplayClient:
         """Report counters, and for what this process waits ("": nothing). False: the run is finished."""
         return self._call(messages.Heartbeat(activity=activity, waits=waits), messages.Done).accepted
 
+    def beat(self, *, size: int, does: str, for_s: float) -> messages.Missing:
+        """This rank of a trainer of `size` lives and `does` the same for `for_s`. Which ranks are not heard from?"""
+        body = messages.Beat(size=size, pid=self._hello.pid, host=self._hello.host, does=does, for_s=for_s)
+        return self._call(body, messages.Missing)
+
     def finish(self, reason: str) -> None:
         """No more leases: generators are told to end."""
         self._call(messages.Finish(reason=reason), messages.Done)

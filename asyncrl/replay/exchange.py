@@ -33,6 +33,10 @@ class ServerSilent(TimeoutError):
     """The replay server has not been heard from for SILENCE_S."""
 
 
+class RankMissing(RuntimeError):
+    """A rank of the trainer has not been heard from for supervise.stall_limit_s, and this one waits for it."""
+
+
 class Session:
     """Numbers the requests of one incarnation. Pure."""
 

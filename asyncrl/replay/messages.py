@@ -109,6 +109,20 @@ class Heartbeat(_Message):
     """What this process waits for that is not asked of this server, and why; shown by `asyncrl status`."""
 
 
+class Beat(_Message):
+    """A trainer rank lives, and for `for_s` it `does` the same; answered with Missing.
+
+    It says anew who it is: this server may have been started after it.
+    """
+
+    size: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+    """Ranks of this trainer."""
+    pid: Count
+    host: Name
+    does: Name = ""
+    for_s: float = 0.0
+
+
 class Lookup(_Message):
     """Parked until somebody announced `key`; answered with Value."""
 
@@ -174,6 +188,7 @@ Request = (
     | Insert
     | Drop
     | Heartbeat
+    | Beat
     | Lookup
     | Announce
     | Take
@@ -211,6 +226,14 @@ class Done(_Message):
     accepted: bool = True
     unused: list[int] = []
     """Of the segments that were asked about, those to which nothing refers."""
+
+
+class Missing(_Message):
+    """The trainer's ranks that are not heard from, in one line; "" when all are."""
+
+    why: str = ""
+    for_s: float = 0.0
+    """How long the others have not got on, and these have been silent."""
 
 
 class Value(_Message):
@@ -252,4 +275,4 @@ class Refused(_Message):
     """An invariant broke and the server ends: RuntimeError at the client, instead of ValueError."""
 
 
-Reply = Welcome | Leases | Done | Value | Taken | Report | Parked | Resend | Refused
+Reply = Welcome | Leases | Done | Missing | Value | Taken | Report | Parked | Resend | Refused

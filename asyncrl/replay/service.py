@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.config import SuperviseConfig
-from asyncrl.replay import diagnosis, messages, wire
+from asyncrl.replay import diagnosis, messages, ranks, wire
 from asyncrl.replay.buffer import Buffer
 from asyncrl.replay.ledger import MAX_REASONS, EndlessRejection, Means
 from asyncrl.replay.parcel import Parcel
 from asyncrl.replay.peers import Peer, Peers
+from asyncrl.replay.report import describe
 from asyncrl.replay.seal import Damaged, Payload, unseal
 from asyncrl.replay.standing import Standing
 from asyncrl.replay.store import Store
@@ -125,7 +126,7 @@ class Service:
             if silence > self.supervise.dead_after_s and not peer.silent:
                 peer.silent = True
                 self.buffer.release(peer.incarnation)
-            if silence > max(FORGET_AFTER_S, self.supervise.dead_after_s):
+            if silence > max(FORGET_AFTER_S, self.supervise.dead_after_s) and not self.peers.is_rank(peer):
                 self._part(peer)
         self._check_generators(now)
 
@@ -146,8 +147,9 @@ class Service:
             "buffered_bytes": buffer.bytes_buffered,
             "room": buffer.room(),
             "oldest_lease_s": now - min(leases) if leases else 0.0,
-            "processes": [self._describe(p, now) for p in self.peers.processes()],
+            "processes": [describe(p, self.peers, buffer, now) for p in self.peers.processes()],
             "waiting": [
+                *ranks.waiting(self.peers, now, silent_s=self._silent_s),
                 *({"who": w.peer.name, "for_s": now - w.since, "why": self._why(w, now)} for w in self.parked.values()),
                 *({"who": p.name, "for_s": now - p.waits_since, "why": p.waits} for p in self.peers.waiting()),
             ],
@@ -203,6 +205,9 @@ class Service:
                 peer.wait_for(waits, now)
                 buffer.renew(peer.incarnation, set(held), acked=waiting.envelope.acked, now=now)
                 return messages.Done(accepted=buffer.finished is None)
+            case messages.Beat():
+                self.peers.beat(peer, body, now)
+                return ranks.missing(self.peers, now, silent_s=self._silent_s)
             case messages.Take():
                 return self._take(waiting, body, now)
             case messages.Publish(version=version, step=step):
@@ -281,7 +286,7 @@ class Service:
 
     def _leave(self, peer: Peer) -> None:
         self.buffer.release(peer.incarnation)
-        peer.replaced = True
+        peer.replaced = peer.left = True
 
     # Replies
 
@@ -349,31 +354,13 @@ class Service:
         return metrics | buffer.accounts() | (buffer.curriculum.metrics() if buffer.curriculum is not None else {})
 
     def _why(self, waiting: Waiting, now: float) -> str:
-        waited, name = now - waiting.since, waiting.peer.name
-        match waiting.body:
-            case messages.Take():
-                return diagnosis.why_take_waits(self.buffer, self.peers, waited_s=waited, now=now)
-            case messages.AskLease():
-                return diagnosis.why_lease_waits(self.buffer, name=name, waited_s=waited)
-            case messages.Lookup(key=key):
-                return f"{name} has waited {waited:.0f} s for {key!r} to be announced"
-        return f"{name} has waited {waited:.0f} s"
+        name, waited = waiting.peer.name, now - waiting.since
+        return diagnosis.why(self.buffer, self.peers, waiting.body, name=name, waited_s=waited, now=now)
 
-    def _describe(self, peer: Peer, now: float) -> dict[str, Any]:
-        held = [s for s in self.buffer.leased.values() if s.owner == peer.incarnation]
-        return {
-            "role": peer.role,
-            "index": peer.index,
-            "pid": peer.pid,
-            "host": peer.host,
-            "heard_s": now - peer.last_heard,
-            "silent": peer.silent,
-            "leases": len(held),
-            "oldest_lease_s": max((now - s.granted_at for s in held), default=0.0),
-            "tokens_per_s": peer.pace.tokens_per_s,
-            "busy": peer.pace.busy,
-            "ready": peer.pace.latest.get("ready", float(peer.role != "reference")) > 0,
-        }
+    @property
+    def _silent_s(self) -> float:
+        """A trainer rank not heard from for this long is named."""
+        return max(diagnosis.SILENT_S, 3 * self.supervise.heartbeat_s)
 
     # Time
 

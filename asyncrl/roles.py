@@ -25,7 +25,7 @@ from typing import NoReturn
 import msgspec
 
 from asyncrl.memory import keep_freed_memory
-from asyncrl.replay.exchange import RankMissing
+from asyncrl.replay.exchange import NoPlace, RankMissing
 from asyncrl.replay.ledger import EndlessRejection
 from asyncrl.replay.server import read_address
 from asyncrl.settings import Run, load_run
@@ -34,7 +34,7 @@ LAUNCHER = "ASYNCRL_LAUNCHER"
 """Process id of the launcher, in the environment of what it starts."""
 ELASTIC = "TORCHELASTIC_RUN_ID"
 """In the environment of what torch's elastic launcher starts."""
-PLAIN = (EndlessRejection, RankMissing)
+PLAIN = (EndlessRejection, NoPlace, RankMissing)
 """Errors whose text says all there is to say."""
 
 _PR_SET_PDEATHSIG = 1
@@ -61,7 +61,9 @@ def _run_role(role: str, *, run_dir: str, index: int, address: str | None) -> in
     except KeyboardInterrupt:
         return 130
     except BaseException as error:  # noqa: BLE001 (a process boundary: whatever it was, the launcher must hear of it)
-        traceback.print_exc()
+        print(f"asyncrl {role} {index}: {error}", file=sys.stderr) if isinstance(
+            error, PLAIN
+        ) else traceback.print_exc()
         with contextlib.suppress(OSError):  # a copy of the run folder that cannot be written to; it is printed already
             write_error(Path(run_dir), role, index, error)
         return 1

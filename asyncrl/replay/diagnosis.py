@@ -20,6 +20,8 @@ def why(buffer: Buffer, peers: Peers, body: messages.Request, *, name: str, wait
             return why_take_waits(buffer, peers, waited_s=waited_s, now=now)
         case messages.AskLease():
             return why_lease_waits(buffer, name=name, waited_s=waited_s)
+        case messages.Hello():
+            return f"{name} has waited {waited_s:.0f} s to know whether another process with its --index lives"
         case messages.Lookup(key=key):
             return f"{name} has waited {waited_s:.0f} s for {key!r} to be announced"
     return f"{name} has waited {waited_s:.0f} s"

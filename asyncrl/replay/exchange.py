@@ -33,6 +33,10 @@ class ServerSilent(TimeoutError):
     """The replay server has not been heard from for SILENCE_S."""
 
 
+class NoPlace(ValueError):
+    """Another process has this one's place in the run; the message says which."""
+
+
 class RankMissing(RuntimeError):
     """A rank of the trainer has not been heard from for supervise.stall_limit_s, and this one waits for it."""
 
@@ -118,6 +122,8 @@ class Exchange:
                     raise ValueError(fault)
                 self.outgoing = self.request
                 return None
+            case messages.Refused(message=message, no_place=True):
+                raise NoPlace(message)
             case messages.Refused(message=message, fatal=fatal):
                 raise RuntimeError(message) if fatal else ValueError(message)
         return reply

@@ -62,7 +62,8 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(_Message):
-    """First request of every process. A generator takes the place of a former one with its index."""
+    """First request of every process. A generator takes the place of a former one with its index, once that is dead or
+    silent: parked until this is known, refused when it lives."""
 
     pid: Count = 0
     host: Name = ""
@@ -273,6 +274,8 @@ class Refused(_Message):
     message: str
     fatal: bool = False
     """An invariant broke and the server ends: RuntimeError at the client, instead of ValueError."""
+    no_place: bool = False
+    """Another process has the sender's place: NoPlace at the client."""
 
 
 Reply = Welcome | Leases | Done | Missing | Value | Taken | Report | Parked | Resend | Refused

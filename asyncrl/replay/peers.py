@@ -71,6 +71,10 @@ class Peer:
     """It has said hello to this server, not to a former one."""
     replaced: bool = False
     """Another incarnation of the same role and index has said hello."""
+    successor: str = ""
+    """Who that is."""
+    claims: bool = False
+    """It has said hello, and whether a former one with its index is dead is not known yet."""
     left: bool = False
     """It has said goodbye."""
     silent: bool = False
@@ -88,6 +92,11 @@ class Peer:
         if self.role == "trainer" and self.index:
             return f"trainer rank {self.index}"
         return f"{self.role} {self.index}" if self.role in NUMBERED else self.role
+
+    @property
+    def whereabouts(self) -> str:
+        """ "process 4711 on host h2": a server that was restarted knows it of newcomers only."""
+        return f"process {self.pid} on host {self.host}" if self.pid else "another process"
 
     @property
     def process(self) -> str:
@@ -153,8 +162,15 @@ class Peers:
             return []
         former = [p for p in self.in_service(peer.role) if p.index == peer.index and p is not peer]
         for other in former:
-            other.replaced = True
+            other.replaced, other.successor = True, peer.whereabouts
         return former
+
+    def owner(self, peer: Peer) -> Peer | None:
+        """Another process that has the role and index which `peer` asks for, the one heard last."""
+        if peer.role not in NUMBERED:
+            return None
+        others = [p for p in self.in_service(peer.role) if p.index == peer.index and p.process != peer.process]
+        return max((p for p in others if not p.claims), key=lambda p: p.last_heard, default=None)
 
     def beat(self, peer: Peer, beat: Beat, now: float) -> None:
         """A trainer rank says what it does. Nobody waits for ranks that only a former, larger trainer had."""

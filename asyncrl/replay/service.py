@@ -19,7 +19,7 @@ from asyncrl.replay.parcel import Parcel
 from asyncrl.replay.peers import Peer, Peers
 from asyncrl.replay.report import describe
 from asyncrl.replay.seal import Damaged, Payload, unseal
-from asyncrl.replay.standing import Standing
+from asyncrl.replay.standing import Standing, why_taken
 from asyncrl.replay.store import Store
 
 Outgoing = tuple[bytes, list[wire.Frame]]
@@ -62,6 +62,8 @@ class Service:
     """step -> the buffer as a trainer that resumes from that step's checkpoint finds it."""
     forget: Callable[[int, Buffer], None]
     """No checkpoint before this step is kept: groups used up by then may leave the disk."""
+    connected: Callable[[bytes], bool] = lambda identity: True
+    """Whether the connection of an identity stands."""
     store: Store = field(default_factory=Store)
     peers: Peers = field(default_factory=Peers)
     parked: dict[tuple[str, int], Waiting] = field(default_factory=dict)
@@ -172,7 +174,7 @@ class Service:
         """The reply; None when it has to wait. The sender's mistakes are refused, broken invariants raise."""
         peer, body = waiting.peer, waiting.body
         if why := self.standing.refusal(peer, body, kept=self.kept):
-            return messages.Refused(message=why)
+            return messages.Refused(message=why, no_place=peer.replaced)
         try:
             return self._answer(waiting, body, payload, now)
         except ValueError as error:
@@ -213,11 +215,7 @@ class Service:
             case messages.Publish(version=version, step=step):
                 buffer.publish(version=version, step=step)
             case messages.Hello():
-                for former in self.peers.introduce(peer, body):
-                    buffer.release(former.incarnation)
-                version, offer = buffer.live_version, self.store.offer
-                announced = self.standing.valid(self.peers)
-                return messages.Welcome(run=self.run, version=version, announced=announced, offer=offer)
+                return self._welcome(waiting, body, now)
             case messages.Lookup(key=key):
                 value = self.standing.valid(self.peers).get(key)
                 return messages.Value(value=value) if value is not None else None
@@ -235,6 +233,21 @@ class Service:
             case messages.Leave():
                 self._leave(peer)
         return messages.Done()
+
+    def _welcome(self, waiting: Waiting, hello: messages.Hello, now: float) -> messages.Reply | None:
+        """A place is given to one process: to the newcomer when the connection of the one that has it has ended, as it
+        does when that is killed, or when that is silent. None until this is known, or that one has spoken again."""
+        peer, owner = waiting.peer, self.peers.owner(waiting.peer)
+        peer.claims = False
+        if owner is not None and self.connected(owner.identity) and now - owner.last_heard <= self._silent_s:
+            peer.claims = owner.last_heard <= waiting.since
+            peer.replaced = not peer.claims
+            why = why_taken(owner, now)
+            return None if peer.claims else messages.Refused(message=why, no_place=True)
+        for former in self.peers.introduce(peer, hello):
+            self.buffer.release(former.incarnation)
+        announced, offer = self.standing.valid(self.peers), self.store.offer
+        return messages.Welcome(run=self.run, version=self.buffer.live_version, announced=announced, offer=offer)
 
     def _grant(self, peer: Peer, seq: int, n: int, now: float) -> messages.Leases | None:
         if peer.silent:  # its request is still parked: it must not get back the leases that its silence has freed

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -120,21 +121,34 @@ def _start(role: str, run: Run, index: int, address: str | None) -> None:
 
         supervised.main(run)
         return
-    address = address or read_address(run.dir, timeout_s=run.config.supervise.start_timeout_s)
+    server = address or _find_server(run)
     if role == "generator":
         from asyncrl.generation import generator
 
-        generator.main(run, index, address)
+        generator.main(run, index, server)
     elif role == "reference":
         from asyncrl.training import reference_process
 
-        reference_process.main(run, index, address, _stop_event())
+        reference_process.main(run, index, server, _stop_event())
     elif role == "trainer":
         from asyncrl.training import trainer
 
-        trainer.main(run, address, end=partial(_end_at_once, run.dir, role, index))
+        trainer.main(run, server, end=partial(_end_at_once, run.dir, role, index))
     else:
         raise AssertionError(f"cli.py lets no role {role!r} pass")
+
+
+def _find_server(run: Run) -> Callable[[], str]:
+    """How to find the run's server, now and when it has been started again elsewhere; waits until there is one."""
+    known = read_address(run.dir, timeout_s=run.config.supervise.start_timeout_s)
+
+    def find() -> str:
+        nonlocal known
+        with contextlib.suppress(OSError):  # between two servers there may be none
+            known = read_address(run.dir, timeout_s=0.0)
+        return known
+
+    return find
 
 
 def _stop_event() -> threading.Event:

@@ -105,6 +105,10 @@ class Exchange:
             raise ServerSilent(self._session.why_silent(now - self._heard))
         return min(ASK_AGAIN_S if self.outgoing is None else CONNECT_S, left)
 
+    def silent_s(self) -> float:
+        """How long nothing has been heard."""
+        return time.monotonic() - self._heard
+
     def nothing_came(self) -> None:
         if self.outgoing is None:
             self.outgoing = self._session.pack(self.seq, messages.Again())

@@ -13,6 +13,7 @@ from types import FrameType
 
 from asyncrl.fingerprint import fingerprint
 from asyncrl.replay.client import ReplayClient
+from asyncrl.replay.dealer import Address
 from asyncrl.replay.exchange import SILENCE_S
 from asyncrl.replay.keys import load_keys
 from asyncrl.settings import Run
@@ -27,7 +28,7 @@ GLOO_MARGIN_S = 300.0
 """Collectives may take this much longer than the longest wait that rank 0 allows itself."""
 
 
-def main(run: Run, address: str, *, end: Callable[[BaseException], None]) -> None:
+def main(run: Run, address: Address, *, end: Callable[[BaseException], None]) -> None:
     """Train until training.steps or the end of the data; SIGINT and SIGTERM end it after a checkpoint, in order.
 
     `end` ends this process at once for the reason given, from any thread.

@@ -155,9 +155,10 @@ def figures(row: Row, status: Row, max_lag: int | None, capacity: int | None) ->
 
 
 def waiting(status: Row, *, at_least_s: float) -> list[Row]:
-    """Requests that the server cannot answer yet, the longest wait first: `who`, `for_s`, `why`."""
-    found = [w for w in status.get("waiting", []) if w["for_s"] >= at_least_s]
-    return sorted(found, key=lambda w: -w["for_s"])
+    """Requests that the server cannot answer yet, the longest wait first: `who`, `for_s`, `why`. Before them trainer
+    ranks that are not heard from (`silent`), at once: the server waits before it says so."""
+    found = [w for w in status.get("waiting", []) if w["for_s"] >= at_least_s or w.get("silent")]
+    return sorted(found, key=lambda w: (not w.get("silent"), -w["for_s"]))
 
 
 def plain_line(row: Row, steps: int) -> str:

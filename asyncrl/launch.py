@@ -37,6 +37,10 @@ from asyncrl.supervise import Backoff, Child, Crew, Spec, clear_errors, first_er
 TICK_S = 0.1
 WORKERS = ("generator", "reference")
 """Roles that may die: their processes are started again."""
+SILENCE = "silence"
+"""What has been said about trainer ranks that are not heard from, beside what was about waits."""
+SLACK_S = 10.0
+"""Trainer ranks end by themselves when another one is missing; the launcher does when there is no other."""
 RanksRole = Literal["trainer", "sft"]
 
 
@@ -240,15 +244,22 @@ class Supervision:
         self.poller.phase = phase
 
     def _warn_of_stalls(self) -> None:
-        """A wait longer than supervise.stall_s is said once, and again each time it has doubled.
+        """A wait longer than supervise.stall_s is said once, and again each time it has doubled; silence of a trainer
+        rank at once. Raises RunFailed when that has lasted supervise.stall_limit_s: of the ranks nobody may be left to.
 
         Generators may well wait for a long step; before the first one their waits tell what the start hangs on.
         """
-        for wait in waiting(self.poller.status, at_least_s=self.limits.stall_s):
+        waits = waiting(self.poller.status, at_least_s=self.limits.stall_s)
+        if not any(wait.get("silent") for wait in waits):
+            self.warned.pop(SILENCE, None)
+        for wait in waits:
+            who = SILENCE if wait.get("silent") else wait["who"]
             tells = wait["who"].startswith("trainer") or not self.console.last
-            if tells and wait["for_s"] >= 2 * self.warned.get(wait["who"], 0.0):
-                self.warned[wait["who"]] = wait["for_s"]
+            if tells and wait["for_s"] >= 2 * self.warned.get(who, 0.0):
+                self.warned[who] = wait["for_s"]
                 self.console.note(f"asyncrl: {wait['why']}")
+            if wait.get("silent") and wait["for_s"] >= self.limits.stall_limit_s + SLACK_S:
+                raise RunFailed(wait["why"])
 
     def _spec(self, role: str, index: int, **env: str) -> Spec:
         command = [sys.executable, "-m", "asyncrl", "train", "--role", role, "--index", str(index)]

@@ -17,6 +17,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -24,6 +26,7 @@ from typing import NoReturn
 import msgspec
 
 from asyncrl.memory import keep_freed_memory
+from asyncrl.replay.exchange import NoPlace, RankMissing
 from asyncrl.replay.ledger import EndlessRejection
 from asyncrl.replay.server import read_address
 from asyncrl.settings import Run, load_run
@@ -33,6 +36,8 @@ LAUNCHER = "ASYNCRL_LAUNCHER"
 """Process id of the launcher, in the environment of what it starts."""
 ELASTIC = "TORCHELASTIC_RUN_ID"
 """In the environment of what torch's elastic launcher starts."""
+PLAIN = (EndlessRejection, NoPlace, RankMissing, Refusal)
+"""Errors whose text says all there is to say."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -43,11 +48,7 @@ def run_role(role: str, *, run_dir: str, index: int, address: str | None = None)
     The process ends here, past Python's and C++'s farewells: all that matters is closed by then, and threads of torch's
     process groups would turn a good end into an abort.
     """
-    code = _run_role(role, run_dir=run_dir, index=index, address=address)
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    _leave(_run_role(role, run_dir=run_dir, index=index, address=address))
 
 
 def _run_role(role: str, *, run_dir: str, index: int, address: str | None) -> int:
@@ -62,11 +63,28 @@ def _run_role(role: str, *, run_dir: str, index: int, address: str | None) -> in
     except KeyboardInterrupt:
         return 130
     except BaseException as error:  # noqa: BLE001 (a process boundary: whatever it was, the launcher must hear of it)
-        traceback.print_exc()
+        print(f"asyncrl {role} {index}: {error}", file=sys.stderr) if isinstance(
+            error, PLAIN
+        ) else traceback.print_exc()
         with contextlib.suppress(OSError):  # a copy of the run folder that cannot be written to; it is printed already
             write_error(Path(run_dir), role, index, error)
         return 1
     return 0
+
+
+def _end_at_once(run_dir: Path, role: str, index: int, error: BaseException) -> NoReturn:
+    """End this process from any thread: the main one may be in a collective that nobody ends."""
+    print(f"asyncrl {role} {index}: {error}", file=sys.stderr)
+    with contextlib.suppress(OSError):
+        write_error(run_dir, role, index, error)
+    _leave(1)
+
+
+def _leave(code: int) -> NoReturn:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def die_with_parent() -> None:
@@ -86,7 +104,7 @@ def write_error(run_dir: Path, role: str, index: int, error: BaseException) -> N
     folder = run_dir / "errors"
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join(traceback.format_exception(error))
-    line = str(error) if isinstance(error, EndlessRejection | Refusal) else ""
+    line = str(error) if isinstance(error, PLAIN) else ""
     record = {"role": role, "index": index, "traceback": text, "line": line, "at": time.monotonic()}
     temporary = folder / f".{role}-{index}.part"
     temporary.write_bytes(msgspec.json.encode(record))
@@ -104,21 +122,34 @@ def _start(role: str, run: Run, index: int, address: str | None) -> None:
 
         supervised.main(run)
         return
-    address = address or read_address(run.dir, timeout_s=run.config.supervise.start_timeout_s)
+    server = address or _find_server(run)
     if role == "generator":
         from asyncrl.generation import generator
 
-        generator.main(run, index, address)
+        generator.main(run, index, server)
     elif role == "reference":
         from asyncrl.training import reference_process
 
-        reference_process.main(run, index, address, _stop_event())
+        reference_process.main(run, index, server, _stop_event())
     elif role == "trainer":
         from asyncrl.training import trainer
 
-        trainer.main(run, address)
+        trainer.main(run, server, end=partial(_end_at_once, run.dir, role, index))
     else:
         raise AssertionError(f"cli.py lets no role {role!r} pass")
+
+
+def _find_server(run: Run) -> Callable[[], str]:
+    """How to find the run's server, now and when it has been started again elsewhere; waits until there is one."""
+    known = read_address(run.dir, timeout_s=run.config.supervise.start_timeout_s)
+
+    def find() -> str:
+        nonlocal known
+        with contextlib.suppress(OSError):  # between two servers there may be none
+            known = read_address(run.dir, timeout_s=0.0)
+        return known
+
+    return find
 
 
 def _stop_event() -> threading.Event:

@@ -176,6 +176,7 @@ def _server_lines(server: Row, age_s: float = 0.0) -> list[str]:
         if p["role"] in ("generator", "reference"):
             about += f", {p['tokens_per_s']:.0f} tokens/s, busy {100 * p['busy']:.0f}%"
             about += "" if p["ready"] else ", loads its model"
+        about += f", {p['does']}" if p.get("does") else ""
         lines.append(about)
     lines += [f"  {w['who']} waits {w['for_s']:.0f} s: {w['why']}" for w in server.get("waiting", [])]
     return lines

@@ -45,6 +45,8 @@ def test_roles_started_one_by_one_make_the_same_run(tmp_path):
         generator.kill()
     rows = [row for row in read_rows(run_dir) if row["step"]]
     assert [(row["step"], row["ledger/balance"]) for row in rows] == [(1, 0), (2, 0)]
+    subprocess.run([sys.executable, "-m", "asyncrl", "plot", str(run_dir)], check=True)
+    assert (run_dir / "trace.json").exists()  # no launcher has written it
 
 
 RANK = """

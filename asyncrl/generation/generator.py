@@ -29,6 +29,7 @@ from asyncrl.generation.traced import Traced
 from asyncrl.metrics import open_timer
 from asyncrl.models import load_tokenizer
 from asyncrl.replay.async_client import AsyncReplayClient
+from asyncrl.replay.dealer import Address
 from asyncrl.replay.keys import CurveKeys, load_keys
 from asyncrl.settings import Run
 from asyncrl.weights.follower import follow
@@ -38,7 +39,7 @@ LEAVE_S = 2.0
 """How long the last words to the replay server may take."""
 
 
-def main(run: Run, index: int, address: str) -> None:
+def main(run: Run, index: int, address: Address) -> None:
     """The process. Returns when the run is finished or on SIGTERM; raises the first failure."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     try:
@@ -54,7 +55,7 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
-async def _until_terminated(run: Run, index: int, address: str) -> None:
+async def _until_terminated(run: Run, index: int, address: Address) -> None:
     serving = asyncio.ensure_future(serve(run, index, address))
     terminated = False
 
@@ -71,7 +72,7 @@ async def _until_terminated(run: Run, index: int, address: str) -> None:
             raise
 
 
-async def serve(run: Run, index: int, address: str) -> None:
+async def serve(run: Run, index: int, address: Address) -> None:
     """Consumes leases and weights until the run is finished; waits for either; is unblocked by the replay server and
     the trainer; produces groups. Leases nothing before the first weights serve.
     """
@@ -108,7 +109,7 @@ async def serve(run: Run, index: int, address: str) -> None:
 
 @contextlib.asynccontextmanager
 async def _client(
-    config: Config, index: int, address: str, curve: CurveKeys | None
+    config: Config, index: int, address: Address, curve: CurveKeys | None
 ) -> AsyncIterator[AsyncReplayClient]:
     client = AsyncReplayClient(address, index=index, curve=curve, run=fingerprint(config))
     try:

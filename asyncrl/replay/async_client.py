@@ -17,7 +17,7 @@ from typing import TypeVar, cast
 import zmq
 
 from asyncrl.replay import frames, messages, spool, wire
-from asyncrl.replay.dealer import LINGER_MS, connect
+from asyncrl.replay.dealer import LINGER_MS, Address, Whereabouts, connect
 from asyncrl.replay.exchange import Exchange, Session, expect
 from asyncrl.replay.keys import CurveKeys
 from asyncrl.replay.messages import Lease, Welcome
@@ -44,7 +44,7 @@ class AsyncReplayClient:
 
     def __init__(
         self,
-        address: str,
+        address: Address,
         *,
         role: str = "generator",
         index: int = 0,
@@ -52,9 +52,10 @@ class AsyncReplayClient:
         run: Mapping[str, str] | None = None,
     ) -> None:
         """`run`: the fingerprint of this process's configuration; a server of another run refuses it."""
-        self.address, self._session = address, Session(role, index, address)
+        self._where = Whereabouts(address)
+        self._session = Session(role, index, self._where.now)
         self._context = zmq.Context()
-        self._socket = connect(self._context, address, curve)
+        self._socket = connect(self._context, self._where.now, curve)
         self._hello = messages.Hello(pid=os.getpid(), host=socket.gethostname(), run=dict(run or {}))
         self._open: dict[int, Open] = {}
         """By sequence number."""
@@ -64,6 +65,11 @@ class AsyncReplayClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._will_read = False
+
+    @property
+    def address(self) -> str:
+        """The server's, as far as is known."""
+        return self._session.address
 
     async def hello(self) -> Welcome:
         """Say who this is. The first request of a generator."""
@@ -214,6 +220,7 @@ class AsyncReplayClient:
         for open_ in waiting:
             if open_.due <= now:
                 open_.exchange.nothing_came()
+                self._session.address = self._where.follow(self._socket, silent_s=open_.exchange.silent_s())
                 self._go_on(open_, loop)
         if waiting:
             self._look_by(min(o.due for o in waiting), loop)

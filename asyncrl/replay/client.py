@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from asyncrl.replay import frames, messages, wire
-from asyncrl.replay.dealer import LINGER_MS, connect
+from asyncrl.replay.dealer import LINGER_MS, Address, Whereabouts, connect
 from asyncrl.replay.exchange import SILENCE_S, Exchange, Session, expect
 from asyncrl.replay.keys import CurveKeys
 from asyncrl.replay.messages import Welcome
@@ -71,7 +71,7 @@ class ReplayClient:
 
     def __init__(
         self,
-        address: str,
+        address: Address,
         *,
         role: str,
         index: int = 0,
@@ -81,13 +81,19 @@ class ReplayClient:
     ) -> None:
         """`run`: the fingerprint of this process's configuration; a server of another run refuses it. `silence_s`: for
         how long the server may be silent, asked again and again; default SILENCE_S."""
-        self.address, self._session = address, Session(role, index, address, silence_s)
+        self._where = Whereabouts(address)
+        self._session = Session(role, index, self._where.now, silence_s)
         self._context = zmq.Context()
-        self._socket = connect(self._context, address, curve)
+        self._socket = connect(self._context, self._where.now, curve)
         self._hello = messages.Hello(pid=os.getpid(), host=socket.gethostname(), run=dict(run or {}))
         self._greeted = False
         self._folder: Path | None = None
         """Where groups may lie in files."""
+
+    @property
+    def address(self) -> str:
+        """The server's, as far as is known."""
+        return self._session.address
 
     def hello(self, timeout_s: float = inf) -> Welcome:
         """Say who this is; done before the first request by itself."""
@@ -151,6 +157,11 @@ class ReplayClient:
         """Report counters, and for what this process waits ("": nothing). False: the run is finished."""
         return self._call(messages.Heartbeat(activity=activity, waits=waits), messages.Done).accepted
 
+    def beat(self, *, size: int, does: str, for_s: float) -> messages.Missing:
+        """This rank of a trainer of `size` lives and `does` the same for `for_s`. Which ranks are not heard from?"""
+        body = messages.Beat(size=size, pid=self._hello.pid, host=self._hello.host, does=does, for_s=for_s)
+        return self._call(body, messages.Missing)
+
     def finish(self, reason: str) -> None:
         """No more leases: generators are told to end."""
         self._call(messages.Finish(reason=reason), messages.Done)
@@ -194,6 +205,7 @@ class ReplayClient:
                 wait_s = exchange.wait_s()
                 if not self._socket.poll(max(1, int(wait_s * 1000))):
                     exchange.nothing_came()
+                    self._session.address = self._where.follow(self._socket, silent_s=exchange.silent_s())
                     continue
                 envelope, payload = self._receive()
                 if envelope is not None and envelope.seq == exchange.seq:

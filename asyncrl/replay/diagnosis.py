@@ -5,11 +5,26 @@ Used by `service.py` for the answer to a parked request, for `status()` and for 
 
 from __future__ import annotations
 
+from asyncrl.replay import messages
 from asyncrl.replay.buffer import Buffer
 from asyncrl.replay.peers import Peers
 
 SILENT_S = 10.0
-"""A generator not heard from for this long is named."""
+"""A generator or a trainer rank not heard from for this long is named."""
+
+
+def why(buffer: Buffer, peers: Peers, body: messages.Request, *, name: str, waited_s: float, now: float) -> str:
+    """Why this request of `name` has not been answered."""
+    match body:
+        case messages.Take():
+            return why_take_waits(buffer, peers, waited_s=waited_s, now=now)
+        case messages.AskLease():
+            return why_lease_waits(buffer, name=name, waited_s=waited_s)
+        case messages.Hello():
+            return f"{name} has waited {waited_s:.0f} s to know whether another process with its --index lives"
+        case messages.Lookup(key=key):
+            return f"{name} has waited {waited_s:.0f} s for {key!r} to be announced"
+    return f"{name} has waited {waited_s:.0f} s"
 
 
 def why_take_waits(buffer: Buffer, peers: Peers, *, waited_s: float, now: float) -> str:

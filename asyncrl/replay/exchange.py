@@ -33,6 +33,14 @@ class ServerSilent(TimeoutError):
     """The replay server has not been heard from for SILENCE_S."""
 
 
+class NoPlace(ValueError):
+    """Another process has this one's place in the run; the message says which."""
+
+
+class RankMissing(RuntimeError):
+    """A rank of the trainer has not been heard from for supervise.stall_limit_s, and this one waits for it."""
+
+
 class Session:
     """Numbers the requests of one incarnation. Pure."""
 
@@ -97,6 +105,10 @@ class Exchange:
             raise ServerSilent(self._session.why_silent(now - self._heard))
         return min(ASK_AGAIN_S if self.outgoing is None else CONNECT_S, left)
 
+    def silent_s(self) -> float:
+        """How long nothing has been heard."""
+        return time.monotonic() - self._heard
+
     def nothing_came(self) -> None:
         if self.outgoing is None:
             self.outgoing = self._session.pack(self.seq, messages.Again())
@@ -114,6 +126,8 @@ class Exchange:
                     raise ValueError(fault)
                 self.outgoing = self.request
                 return None
+            case messages.Refused(message=message, no_place=True):
+                raise NoPlace(message)
             case messages.Refused(message=message, fatal=fatal):
                 raise RuntimeError(message) if fatal else ValueError(message)
         return reply

@@ -62,7 +62,8 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(_Message):
-    """First request of every process. A generator takes the place of a former one with its index."""
+    """First request of every process. A generator takes the place of a former one with its index, once that is dead or
+    silent: parked until this is known, refused when it lives."""
 
     pid: Count = 0
     host: Name = ""
@@ -107,6 +108,20 @@ class Heartbeat(_Message):
     held: Annotated[list[Count], msgspec.Meta(max_length=1 << 16)] = []
     waits: Text = ""
     """What this process waits for that is not asked of this server, and why; shown by `asyncrl status`."""
+
+
+class Beat(_Message):
+    """A trainer rank lives, and for `for_s` it `does` the same; answered with Missing.
+
+    It says anew who it is: this server may have been started after it.
+    """
+
+    size: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+    """Ranks of this trainer."""
+    pid: Count
+    host: Name
+    does: Name = ""
+    for_s: float = 0.0
 
 
 class Lookup(_Message):
@@ -174,6 +189,7 @@ Request = (
     | Insert
     | Drop
     | Heartbeat
+    | Beat
     | Lookup
     | Announce
     | Take
@@ -213,6 +229,14 @@ class Done(_Message):
     """Of the segments that were asked about, those to which nothing refers."""
 
 
+class Missing(_Message):
+    """The trainer's ranks that are not heard from, in one line; "" when all are."""
+
+    why: str = ""
+    for_s: float = 0.0
+    """How long the others have not got on, and these have been silent."""
+
+
 class Value(_Message):
     value: str
 
@@ -250,6 +274,8 @@ class Refused(_Message):
     message: str
     fatal: bool = False
     """An invariant broke and the server ends: RuntimeError at the client, instead of ValueError."""
+    no_place: bool = False
+    """Another process has the sender's place: NoPlace at the client."""
 
 
-Reply = Welcome | Leases | Done | Value | Taken | Report | Parked | Resend | Refused
+Reply = Welcome | Leases | Done | Missing | Value | Taken | Report | Parked | Resend | Refused

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.fingerprint import differences
 from asyncrl.replay import wire
-from asyncrl.replay.messages import Hello
+from asyncrl.replay.messages import Beat, Hello
 from asyncrl.replay.parcel import Parcel
 
 REPLIES_KEPT = 1024
@@ -71,18 +71,32 @@ class Peer:
     """It has said hello to this server, not to a former one."""
     replaced: bool = False
     """Another incarnation of the same role and index has said hello."""
+    successor: str = ""
+    """Who that is."""
+    claims: bool = False
+    """It has said hello, and whether a former one with its index is dead is not known yet."""
+    left: bool = False
+    """It has said goodbye."""
     silent: bool = False
     """Not heard from for `supervise.dead_after_s`: its leases were freed."""
     pace: Pace = field(default_factory=Pace)
     waits: str = ""
     """What it says it waits for, elsewhere than here."""
     waits_since: float = 0.0
+    beat: Beat | None = None
+    """What a trainer rank last said of itself."""
+    beat_at: float = 0.0
 
     @property
     def name(self) -> str:
         if self.role == "trainer" and self.index:
             return f"trainer rank {self.index}"
         return f"{self.role} {self.index}" if self.role in NUMBERED else self.role
+
+    @property
+    def whereabouts(self) -> str:
+        """ "process 4711 on host h2": a server that was restarted knows it of newcomers only."""
+        return f"process {self.pid} on host {self.host}" if self.pid else "another process"
 
     @property
     def process(self) -> str:
@@ -142,12 +156,32 @@ class Peers:
                 "config.yaml; give it this run's folder (--run-dir), or its own server's address (--address)"
             )
         peer.pid, peer.host, peer.greeted = hello.pid, hello.host, True
+        if peer.role == "trainer" and peer.index:  # rank 0 takes over when it rewinds
+            return self.take_over(peer)
         if peer.role not in NUMBERED:
             return []
         former = [p for p in self.in_service(peer.role) if p.index == peer.index and p is not peer]
         for other in former:
-            other.replaced = True
+            other.replaced, other.successor = True, peer.whereabouts
         return former
+
+    def owner(self, peer: Peer) -> Peer | None:
+        """Another process that has the role and index which `peer` asks for, the one heard last."""
+        if peer.role not in NUMBERED:
+            return None
+        others = [p for p in self.in_service(peer.role) if p.index == peer.index and p.process != peer.process]
+        return max((p for p in others if not p.claims), key=lambda p: p.last_heard, default=None)
+
+    def beat(self, peer: Peer, beat: Beat, now: float) -> None:
+        """A trainer rank says what it does. Nobody waits for ranks that only a former, larger trainer had."""
+        peer.beat, peer.beat_at = beat, now
+        if peer.index == 0:
+            for other in self.in_service("trainer"):
+                other.replaced = other.silent and other.index >= beat.size
+
+    def is_rank(self, peer: Peer) -> bool:
+        """Whether it is a trainer rank that has not said goodbye: it is remembered, however long it is silent."""
+        return peer.beat is not None and not peer.replaced
 
     def take_over(self, peer: Peer) -> list[Peer]:
         """The process of `peer` takes the place of others of its role and index: which?"""

@@ -21,7 +21,7 @@ from asyncrl.config import Config
 from asyncrl.curriculum import Curriculum
 from asyncrl.fingerprint import fingerprint
 from asyncrl.hosts import reachable
-from asyncrl.replay import frames, wire
+from asyncrl.replay import frames, messages, wire
 from asyncrl.replay.buffer import Buffer
 from asyncrl.replay.journal import Journal
 from asyncrl.replay.keys import CurveKeys, Gate, load_keys, secure_server
@@ -83,6 +83,7 @@ class Server:
             self.close()
             raise Refusal(f"the replay server cannot listen on {bind}: {error}") from error
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        service.connected = self._reaches
         self._clock, self._seen, self._next_tick, self._next_sweep = 0.0, time.monotonic(), 0.0, 0.0
 
     def run(self, stop: StopEvent) -> None:
@@ -153,6 +154,16 @@ class Server:
             except zmq.ZMQError:
                 continue
         self.service.outbox.clear()
+
+    def _reaches(self, identity: bytes) -> bool:
+        """Whether a connection stands: ended by its process or by the kernel for it, it takes no message."""
+        try:
+            frames.send(self._socket, [identity, *_PROBE], copy=True)
+        except zmq.Again:  # it does not read, but is there
+            return True
+        except zmq.ZMQError:
+            return False
+        return True
 
     def _now(self) -> float:
         seen = time.monotonic()
@@ -306,6 +317,9 @@ def _former_address(run_dir: Path, bind: str) -> str:
             probe.term()
     return f"{host}:{port}"
 
+
+_PROBE = frames.join(wire.pack_message(wire.ReplyEnvelope("", 1 << 53, messages.Parked(diagnosis=""))))
+"""Answers no request: clients pass over it."""
 
 _SOCKET_OPTIONS: dict[int, int] = {
     zmq.RCVTIMEO: int(TURN_S * 1000),

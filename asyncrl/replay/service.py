@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.config import SuperviseConfig
-from asyncrl.replay import diagnosis, messages, wire
+from asyncrl.replay import diagnosis, messages, ranks, wire
 from asyncrl.replay.buffer import Buffer
 from asyncrl.replay.ledger import MAX_REASONS, EndlessRejection, Means
 from asyncrl.replay.parcel import Parcel
 from asyncrl.replay.peers import Peer, Peers
+from asyncrl.replay.report import describe
 from asyncrl.replay.seal import Damaged, Payload, unseal
-from asyncrl.replay.standing import Standing
+from asyncrl.replay.standing import Standing, why_taken
 from asyncrl.replay.store import Store
 
 Outgoing = tuple[bytes, list[wire.Frame]]
@@ -61,6 +62,8 @@ class Service:
     """step -> the buffer as a trainer that resumes from that step's checkpoint finds it."""
     forget: Callable[[int, Buffer], None]
     """No checkpoint before this step is kept: groups used up by then may leave the disk."""
+    connected: Callable[[bytes], bool] = lambda identity: True
+    """Whether the connection of an identity stands."""
     store: Store = field(default_factory=Store)
     peers: Peers = field(default_factory=Peers)
     parked: dict[tuple[str, int], Waiting] = field(default_factory=dict)
@@ -125,7 +128,7 @@ class Service:
             if silence > self.supervise.dead_after_s and not peer.silent:
                 peer.silent = True
                 self.buffer.release(peer.incarnation)
-            if silence > max(FORGET_AFTER_S, self.supervise.dead_after_s):
+            if silence > max(FORGET_AFTER_S, self.supervise.dead_after_s) and not self.peers.is_rank(peer):
                 self._part(peer)
         self._check_generators(now)
 
@@ -146,8 +149,9 @@ class Service:
             "buffered_bytes": buffer.bytes_buffered,
             "room": buffer.room(),
             "oldest_lease_s": now - min(leases) if leases else 0.0,
-            "processes": [self._describe(p, now) for p in self.peers.processes()],
+            "processes": [describe(p, self.peers, buffer, now) for p in self.peers.processes()],
             "waiting": [
+                *ranks.waiting(self.peers, now, silent_s=self._silent_s),
                 *({"who": w.peer.name, "for_s": now - w.since, "why": self._why(w, now)} for w in self.parked.values()),
                 *({"who": p.name, "for_s": now - p.waits_since, "why": p.waits} for p in self.peers.waiting()),
             ],
@@ -170,7 +174,7 @@ class Service:
         """The reply; None when it has to wait. The sender's mistakes are refused, broken invariants raise."""
         peer, body = waiting.peer, waiting.body
         if why := self.standing.refusal(peer, body, kept=self.kept):
-            return messages.Refused(message=why)
+            return messages.Refused(message=why, no_place=peer.replaced)
         try:
             return self._answer(waiting, body, payload, now)
         except ValueError as error:
@@ -203,16 +207,15 @@ class Service:
                 peer.wait_for(waits, now)
                 buffer.renew(peer.incarnation, set(held), acked=waiting.envelope.acked, now=now)
                 return messages.Done(accepted=buffer.finished is None)
+            case messages.Beat():
+                self.peers.beat(peer, body, now)
+                return ranks.missing(self.peers, now, silent_s=self._silent_s)
             case messages.Take():
                 return self._take(waiting, body, now)
             case messages.Publish(version=version, step=step):
                 buffer.publish(version=version, step=step)
             case messages.Hello():
-                for former in self.peers.introduce(peer, body):
-                    buffer.release(former.incarnation)
-                version, offer = buffer.live_version, self.store.offer
-                announced = self.standing.valid(self.peers)
-                return messages.Welcome(run=self.run, version=version, announced=announced, offer=offer)
+                return self._welcome(waiting, body, now)
             case messages.Lookup(key=key):
                 value = self.standing.valid(self.peers).get(key)
                 return messages.Value(value=value) if value is not None else None
@@ -230,6 +233,21 @@ class Service:
             case messages.Leave():
                 self._leave(peer)
         return messages.Done()
+
+    def _welcome(self, waiting: Waiting, hello: messages.Hello, now: float) -> messages.Reply | None:
+        """A place is given to one process: to the newcomer when the connection of the one that has it has ended, as it
+        does when that is killed, or when that is silent. None until this is known, or that one has spoken again."""
+        peer, owner = waiting.peer, self.peers.owner(waiting.peer)
+        peer.claims = False
+        if owner is not None and self.connected(owner.identity) and now - owner.last_heard <= self._silent_s:
+            peer.claims = owner.last_heard <= waiting.since
+            peer.replaced = not peer.claims
+            why = why_taken(owner, now)
+            return None if peer.claims else messages.Refused(message=why, no_place=True)
+        for former in self.peers.introduce(peer, hello):
+            self.buffer.release(former.incarnation)
+        announced, offer = self.standing.valid(self.peers), self.store.offer
+        return messages.Welcome(run=self.run, version=self.buffer.live_version, announced=announced, offer=offer)
 
     def _grant(self, peer: Peer, seq: int, n: int, now: float) -> messages.Leases | None:
         if peer.silent:  # its request is still parked: it must not get back the leases that its silence has freed
@@ -281,7 +299,7 @@ class Service:
 
     def _leave(self, peer: Peer) -> None:
         self.buffer.release(peer.incarnation)
-        peer.replaced = True
+        peer.replaced = peer.left = True
 
     # Replies
 
@@ -349,31 +367,13 @@ class Service:
         return metrics | buffer.accounts() | (buffer.curriculum.metrics() if buffer.curriculum is not None else {})
 
     def _why(self, waiting: Waiting, now: float) -> str:
-        waited, name = now - waiting.since, waiting.peer.name
-        match waiting.body:
-            case messages.Take():
-                return diagnosis.why_take_waits(self.buffer, self.peers, waited_s=waited, now=now)
-            case messages.AskLease():
-                return diagnosis.why_lease_waits(self.buffer, name=name, waited_s=waited)
-            case messages.Lookup(key=key):
-                return f"{name} has waited {waited:.0f} s for {key!r} to be announced"
-        return f"{name} has waited {waited:.0f} s"
+        name, waited = waiting.peer.name, now - waiting.since
+        return diagnosis.why(self.buffer, self.peers, waiting.body, name=name, waited_s=waited, now=now)
 
-    def _describe(self, peer: Peer, now: float) -> dict[str, Any]:
-        held = [s for s in self.buffer.leased.values() if s.owner == peer.incarnation]
-        return {
-            "role": peer.role,
-            "index": peer.index,
-            "pid": peer.pid,
-            "host": peer.host,
-            "heard_s": now - peer.last_heard,
-            "silent": peer.silent,
-            "leases": len(held),
-            "oldest_lease_s": max((now - s.granted_at for s in held), default=0.0),
-            "tokens_per_s": peer.pace.tokens_per_s,
-            "busy": peer.pace.busy,
-            "ready": peer.pace.latest.get("ready", float(peer.role != "reference")) > 0,
-        }
+    @property
+    def _silent_s(self) -> float:
+        """A trainer rank not heard from for this long is named."""
+        return max(diagnosis.SILENT_S, 3 * self.supervise.heartbeat_s)
 
     # Time
 

@@ -57,7 +57,16 @@ class Standing(msgspec.Struct, kw_only=True):
 def why_replaced(peer: Peer) -> str:
     if peer.role not in NUMBERED:
         return f"another {peer.name} has started from a checkpoint and has taken over this run: this one must end"
-    return f"another {peer.name} has said hello: give every {peer.role} its own --index"
+    who = peer.successor or "another process"
+    return f"{who} is {peer.name} now and this one, which was silent, is not: give every {peer.role} its own --index"
+
+
+def why_taken(owner: Peer, now: float) -> str:
+    """For a newcomer that asks for the place of `owner`, which lives."""
+    return (
+        f"{owner.name} is {owner.whereabouts}, heard {now - owner.last_heard:.0f} s ago: give every {owner.role} its "
+        "own --index; this one is free once that process has ended"
+    )
 
 
 def _leads(peer: Peer) -> bool:

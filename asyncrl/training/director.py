@@ -87,6 +87,7 @@ class Director:
         began = beat = time.perf_counter()
         serving_s = 0.0
         while not self._interrupted():
+            self.member.does("waits for groups")
             with self._timer("take"):
                 taken = self._prefetch.poll(POLL_S)
             now = time.perf_counter()

@@ -70,14 +70,39 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 Command = Train | Publish | Save | Export | Wait | Stop
 
 
+def _in_words(command: Command) -> str:
+    match command:
+        case Train(step=step):
+            return f"trains step {step}"
+        case Publish(version=version):
+            return f"publishes version {version}"
+        case Save(step=step):
+            return f"saves step {step}"
+        case Export():
+            return "writes the model"
+        case Wait():
+            return "keeps in touch with the other ranks"
+        case Stop():
+            return "ends"
+
+
 class Member:
     """One rank of a run. Construction is collective: it loads, warms up or resumes, and makes ready to publish.
 
     `connect` reaches the replay server, by way of which reference processes are found; needed when there are some.
+    `does` is told what this rank does, as often as it gets on.
     """
 
-    def __init__(self, run: Run, ranks: Ranks, *, connect: Callable[[], ReplayClient] | None = None) -> None:
-        self.run, self.ranks = run, ranks
+    def __init__(
+        self,
+        run: Run,
+        ranks: Ranks,
+        *,
+        connect: Callable[[], ReplayClient] | None = None,
+        does: Callable[[str], None] = lambda what: None,
+    ) -> None:
+        self.run, self.ranks, self.does = run, ranks, does
+        does("loads its model")
         config = run.config
         self.tokenizer = load_tokenizer(config.model.path)
         if config.model.chat_template is not None:
@@ -111,6 +136,7 @@ class Member:
         """Ranks above 0. Consumes commands; waits for rank 0, bounded by the control group's timeout; unblocked by the
         next command or by the loss of rank 0, which raises; produces what the commands ask for. Ends with Stop."""
         while True:
+            self.does("waits for the next order of rank 0")
             command = msgspec.json.decode(self.ranks.broadcast(None), type=Command)
             payload = self.ranks.broadcast(None) if isinstance(command, Train) else b""
             self.obey(command, payload)
@@ -119,6 +145,7 @@ class Member:
 
     def order(self, command: Command, payload: bytes = b"") -> Any:
         """Rank 0: all ranks do this now. Returns what it gave here."""
+        self.does(_in_words(command))
         self.ranks.broadcast(msgspec.json.encode(command))
         if isinstance(command, Train):
             self.ranks.broadcast(payload)
@@ -126,6 +153,7 @@ class Member:
 
     def obey(self, command: Command, payload: bytes) -> Any:
         """Do it; collective. Train gives metrics, Publish a SyncReport, the others nothing."""
+        self.does(_in_words(command))
         match command:
             case Train(step=step):
                 row = self.learner.train(Sequences.decode(payload), step=step)
@@ -191,6 +219,7 @@ class Member:
             self._export(self.run.dir / "initial")
 
     def _say(self, text: str) -> None:
+        self.does("warms up")
         if self.ranks.is_first:
             log.info(text)
             write_progress(self.run.dir, text)

@@ -63,6 +63,11 @@ class Ranks:
             dist.barrier(group=self.control)
 
 
+def place_of_rank() -> tuple[int, int]:
+    """(rank, number of ranks) of this process, by its environment; known before the ranks have joined."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
 def join_ranks(*, with_gpus: bool | None, timeout_s: float) -> Ranks:
     """Enter the default process group described by the environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 

@@ -19,6 +19,7 @@ from asyncrl.reference.directory import Beacon
 from asyncrl.reference.messages import Packed
 from asyncrl.reference.server import Job, ReferenceServer
 from asyncrl.replay.client import ReplayClient
+from asyncrl.replay.dealer import Address
 from asyncrl.replay.keys import load_keys
 from asyncrl.settings import Run
 
@@ -33,7 +34,7 @@ TICK_S = 0.2
 """How often a process with nothing to do looks whether it is over."""
 
 
-def main(run: Run, index: int, address: str, stop: threading.Event) -> None:
+def main(run: Run, index: int, address: Address, stop: threading.Event) -> None:
     """Answer until the run is finished. Raises KeyboardInterrupt when told to stop before, and what ended a thread."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     config = run.config

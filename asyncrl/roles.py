@@ -63,9 +63,10 @@ def _run_role(role: str, *, run_dir: str, index: int, address: str | None) -> in
     except KeyboardInterrupt:
         return 130
     except BaseException as error:  # noqa: BLE001 (a process boundary: whatever it was, the launcher must hear of it)
-        print(f"asyncrl {role} {index}: {error}", file=sys.stderr) if isinstance(
-            error, PLAIN
-        ) else traceback.print_exc()
+        if isinstance(error, PLAIN):
+            print(f"asyncrl {role} {index}: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
         with contextlib.suppress(OSError):  # a copy of the run folder that cannot be written to; it is printed already
             write_error(Path(run_dir), role, index, error)
         return 1

@@ -117,7 +117,7 @@ def test_a_generator_serves_what_the_trainer_sends_and_ends_with_the_run(tmp_pat
 
 
 def test_a_generator_that_comes_after_the_end_of_the_run_ends_too(tmp_path):
-    run = make_run(tmp_path, "good", training__steps=4, supervise__start_timeout_s=15)
+    run = make_run(tmp_path, "good", training__steps=4, supervise__start_timeout_s=5)
     with serving(run) as address, trainer(address, run) as train:
         train.client.finish("done")
         with generator(run, address) as process:

@@ -28,7 +28,7 @@ def status(run: Launched) -> str:
     ).stdout
 
 
-@pytest.mark.parametrize(("ranks", "frozen"), [(2, 1), (3, 0)])
+@pytest.mark.parametrize(("ranks", "frozen"), [(3, 0)])
 def test_a_frozen_rank_is_named_and_the_run_goes_on_when_it_wakes_up(launched, ranks, frozen):  # noqa: F811
     run = launched(services__trainer__procs=ranks, training__steps=60)
     run.until_step(2)
@@ -45,7 +45,7 @@ def test_a_frozen_rank_is_named_and_the_run_goes_on_when_it_wakes_up(launched, r
     assert "every rank is heard from again" in other.read_text()
 
 
-@pytest.mark.parametrize(("ranks", "frozen"), [(3, 1), (2, 0), (1, 0)])
+@pytest.mark.parametrize(("ranks", "frozen"), [(2, 1), (1, 0)])
 def test_a_rank_that_stays_frozen_ends_the_run_with_its_name(launched, ranks, frozen):  # noqa: F811
     run = launched(services__trainer__procs=ranks, training__steps=4000, supervise__stall_limit_s=20)
     run.until_step(2)

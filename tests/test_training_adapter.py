@@ -41,8 +41,7 @@ train_and_export(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
 """
 
 
-@pytest.mark.parametrize("modules", TUNED)
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(("num_ranks", "modules"), [(1, "all-linear"), (1, "q_proj,v_proj"), (2, "all-linear")])
 def test_peft_makes_of_the_base_model_and_the_adapter_the_model_that_was_trained(
     tmp_path: Path, num_ranks: int, modules: str
 ) -> None:

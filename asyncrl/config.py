@@ -219,7 +219,7 @@ class WeightsConfig(Section):
     trainer holds two."""
     backend: Literal["auto", "nccl", "gloo", "ipc"] = "auto"
     """How buckets travel. `auto`: nccl from a GPU, gloo from a CPU; ipc (receivers read the trainer's memory, on one
-    host) where trainer rank 0 and a generator share one GPU, which NCCL refuses. Where ipc cannot be had, gloo."""
+    host) where a generator shares its GPU with trainer rank 0 or another, which NCCL refuses. Where ipc fails, gloo."""
     timeout_s: Positive = 120.0
     """Bound of every stage of a sync: join, prepare, each bucket, commit."""
     checksum: bool = True

@@ -1,7 +1,7 @@
 """A weight group within one host, in which receivers read buckets where the sender has them.
 
-Stands for a torch process group in `wire.py` where trainer rank 0 and a generator compute on one GPU: NCCL does not
-connect a GPU with itself, and through host memory weights are a thousand times slower. Over a Unix socket the sender
+Stands for a torch process group in `wire.py` where two members of the group compute on one GPU: NCCL does not
+connect a GPU with itself, and through host memory weights take a hundred times as long. Over a Unix socket the sender
 says which bucket is complete and where it lies (CUDA IPC; on a CPU an anonymous file); the receiver maps that memory,
 loads from it, and says when it is done, or why it cannot. Nothing here blocks once the group is built: whoever waits
 asks again. What goes wrong, and a peer that is gone, is a WireBroken.
